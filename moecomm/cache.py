@@ -1,0 +1,285 @@
+"""Compiled kernels on disk: built once, shared by every process, never half a file.
+
+An entry is ``<root>/<key>/<sha256 of the content><suffix>``. The name carries its own check, so a
+file that was cut short or changed is found on every read, thrown away and built again, and there
+is no second file that could disagree. Files appear by an atomic rename. Racing processes take a
+lock per key, so that one builds while the others wait for its file.
+
+Nothing here may stop a run that could also go on without a cache. A directory that cannot be
+written, a full disk, a lock or a rename that the file system does not honour: the kernel is built
+into a private temporary directory instead, with one warning that says why.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from moecomm import env
+from moecomm.errors import CompileError
+from moecomm.filelock import exclusive
+
+logger = logging.getLogger(__name__)
+
+LOCK_TIMEOUT_S: Final = 300.0  # a builder that hangs or was stopped must not hang the others
+VISIBLE_RETRIES: Final = 5  # NFS may answer "absent" from its attribute cache after a rename
+VISIBLE_PAUSE_S: Final = 0.05
+STALE_BUILD_S: Final = 3600.0  # leftovers of killed builders
+
+Build = Callable[[Path], None]
+
+
+def key_of(*parts: bytes | str) -> str:
+    """Return the hex SHA-256 of ``parts``; moving text from one part to the next changes it."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def default_root() -> Path | None:
+    """Return where compiled kernels go; ``None`` when no home directory is known.
+
+    ``MOECOMM_CACHE_DIR`` if set, else ``$XDG_CACHE_HOME/moecomm``, else ``~/.cache/moecomm``.
+    """
+    chosen = env.path("CACHE_DIR")
+    if chosen is not None:
+        return chosen
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(xdg):
+        return Path(xdg) / "moecomm"
+    try:
+        return Path.home() / ".cache" / "moecomm"
+    except RuntimeError:  # no HOME and no entry in the user database
+        return None
+
+
+def default_cache() -> Cache:
+    """Return this process's cache for the directory that the environment names now."""
+    return _cache_at(default_root(), env.get("CACHE_DIR") is not None)
+
+
+@functools.cache
+def _cache_at(root: Path | None, trusted: bool) -> Cache:
+    return Cache(root, trusted=trusted) if root else Cache(_NO_HOME, trusted=True)
+
+
+_NO_HOME: Final = Path("/nonexistent/moecomm")  # reads miss, writes fail: private directory
+
+
+class Cache:
+    """Files by key under ``root`` (``None``: the default directory).
+
+    Args:
+        root: the directory; made when first written to.
+        trusted: use ``root`` even when it belongs to another user. Compiled code is run, so the
+            default directory must be the user's own; one that the user names is the user's word.
+    """
+
+    def __init__(self, root: Path | None = None, *, trusted: bool | None = None) -> None:
+        chosen = root if root is not None else default_root()
+        self.root = chosen if chosen is not None else _NO_HOME
+        self._trusted = trusted if trusted is not None else root is not None
+        self._private: Path | None = None
+        self._private_owner = 0
+        self._private_lock = threading.RLock()
+        self._warned = False
+
+    def get(self, key: str, suffix: str, build: Build, *, what: str = "the kernel") -> Path:
+        """Return a complete file for ``key`` and ``suffix``, built when there is none.
+
+        ``build(path)`` writes the file to ``path``, in a directory of its own; it is not called
+        on a hit, and once only on a miss unless storage fails under it. ``what`` names the entry
+        in messages.
+
+        Raises:
+            CompileError: there is no entry and ``MOECOMM_NO_COMPILE`` forbids building it.
+            Exception: whatever ``build`` raises.
+        """
+        found = self.find(key, suffix)
+        if found is not None:
+            return found
+        if env.flag("NO_COMPILE"):
+            raise CompileError(
+                f"{what} is not compiled yet and MOECOMM_NO_COMPILE=1 forbids compiling: "
+                f"no valid {self.root / key}/*{suffix}. Run `moecomm compile` with the same "
+                f"MOECOMM_CACHE_DIR first, or unset MOECOMM_NO_COMPILE"
+            )
+        reason = self._refusal()
+        if reason is not None:
+            return self._get_private(key, suffix, build, reason)
+        try:
+            return self._build_shared(key, suffix, build)
+        except _StorageError as error:
+            return self._get_private(key, suffix, build, str(error), error.built)
+        except OSError as error:  # from build() itself: storage, or a compiler that is missing
+            return self._get_private(key, suffix, build, str(error))
+
+    def find(self, key: str, suffix: str) -> Path | None:
+        """Return the complete file of ``key`` and ``suffix``, or ``None``. Never builds."""
+        if self._refusal() is None:
+            found = _find(self.root / key, suffix)
+            if found is not None:
+                return found
+        return _find(self._private / key, suffix) if self._private is not None else None
+
+    def _refusal(self) -> str | None:
+        """Why ``root`` must not be used although it may be there; ``None`` when it may."""
+        if self._trusted or not hasattr(os, "geteuid"):
+            return None
+        try:
+            owner = self.root.stat().st_uid
+        except OSError:
+            return None  # absent, or the write will say
+        if owner == os.geteuid():
+            return None
+        return f"it belongs to user {owner}, this is user {os.geteuid()}"
+
+    def _build_shared(self, key: str, suffix: str, build: Build) -> Path:
+        """Build under the key's lock and publish; ``_StorageError`` when the directory fails."""
+        folder = self.root / key
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=folder))
+        except OSError as error:
+            raise _StorageError(str(error)) from error
+        try:
+            with exclusive(folder / f".lock{suffix}", LOCK_TIMEOUT_S) as ours:
+                found = _find(folder, suffix)
+                if found is not None:
+                    return found
+                if ours:
+                    _sweep(folder, keep=staging)
+                built = staging / f"out{suffix}"
+                build(built)
+                return self._publish(built, folder, suffix)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def _publish(self, built: Path, folder: Path, suffix: str) -> Path:
+        target = folder / f"{_digest(built)}{suffix}"
+        reason = f"{target} is not there after its rename"
+        try:
+            os.replace(built, target)
+        except OSError as error:
+            reason = str(error)
+        for attempt in range(VISIBLE_RETRIES):
+            found = _find(folder, suffix)
+            if found is not None:
+                return found
+            if attempt + 1 < VISIBLE_RETRIES:
+                time.sleep(VISIBLE_PAUSE_S)
+        raise _StorageError(reason, self._keep(built))
+
+    def _keep(self, built: Path) -> Path | None:
+        """Move a build that could not be published out of the staging directory."""
+        if not built.exists():
+            return None
+        kept = Path(tempfile.mkdtemp(prefix=_STAGING, dir=self._private_root())) / built.name
+        shutil.move(built, kept)
+        return kept
+
+    def _get_private(
+        self, key: str, suffix: str, build: Build, reason: str, built: Path | None = None
+    ) -> Path:
+        with self._private_lock:
+            folder = self._private_root() / key
+            found = _find(folder, suffix)
+            if found is None:
+                folder.mkdir(exist_ok=True)
+                if built is None:
+                    built = folder / f"out{suffix}"
+                    build(built)
+                found = folder / f"{_digest(built)}{suffix}"
+                os.replace(built, found)
+            self._warn(reason)
+            return found
+
+    def _private_root(self) -> Path:
+        with self._private_lock:
+            if self._private is None or self._private_owner != os.getpid():
+                self._private = _private_directory()
+                self._private_owner = os.getpid()
+            return self._private
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "compiled kernels cannot be kept in %s (%s): this process keeps its own in a "
+                "temporary directory and will compile them again next time; set "
+                "MOECOMM_CACHE_DIR to a directory that can be written",
+                self.root,
+                reason,
+            )
+
+
+class _StorageError(Exception):
+    """The shared directory failed; ``built`` is the finished file, if it could be saved."""
+
+    def __init__(self, reason: str, built: Path | None = None) -> None:
+        super().__init__(reason)
+        self.built = built
+
+
+_STAGING: Final = ".build-"
+
+
+def _private_directory() -> Path:
+    """Make a directory of this process alone (mode 0700) that goes when the process ends."""
+    directory = Path(tempfile.mkdtemp(prefix="moecomm-"))
+    atexit.register(_remove_own, directory, os.getpid())
+    return directory
+
+
+def _remove_own(directory: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child inherits the exit handler, not the directory
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _find(folder: Path, suffix: str) -> Path | None:
+    """Return the first file whose content matches its name; remove those that do not match."""
+    try:
+        names = sorted(name for name in os.listdir(folder) if _is_entry(name, suffix))
+    except OSError:
+        return None
+    for name in names:
+        file = folder / name
+        try:
+            if _digest(file) == name.removesuffix(suffix):
+                return file
+            logger.warning("%s is damaged: it will be built again", file)
+            file.unlink()
+        except OSError as error:  # unreadable, gone meanwhile, or not ours to remove
+            logger.debug("%s cannot be used: %s", file, error)
+    return None
+
+
+def _is_entry(name: str, suffix: str) -> bool:
+    return name.endswith(suffix) and len(name) == 64 + len(suffix) and not name.startswith(".")
+
+
+def _sweep(folder: Path, keep: Path) -> None:
+    """Remove staging directories that killed builders left. Called with the lock held."""
+    for stale in folder.glob(f"{_STAGING}*"):
+        with contextlib.suppress(OSError):
+            if stale != keep and time.time() - stale.stat().st_mtime > STALE_BUILD_S:
+                shutil.rmtree(stale, ignore_errors=True)
