@@ -1,0 +1,153 @@
+"""``MoeConfig``: the problem, stated once and checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal
+
+from moecomm.errors import ConfigError
+
+LAYOUTS: Final = ("batched", "grouped", "rank")
+REDUCES: Final = ("receiver", "sender")
+DISPATCH_DTYPES: Final = ("bfloat16", "float16", "float32", "float8_e4m3fn")
+COMBINE_DTYPES: Final = ("bfloat16", "float16", "float32")
+SCALE_BLOCKS: Final = (16, 32, 64, 128, 256, 512)
+MAX_TOP_K: Final = 32  # one lane of a warp per routing slot
+MAX_EXPERTS: Final = 2048  # per-expert counters live in shared memory
+MAX_RANKS: Final = 1024
+
+LayoutName = Literal["batched", "grouped", "rank"]
+Reduce = Literal["receiver", "sender"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """One mixture-of-experts exchange. Must be equal on every rank of a group.
+
+    Args:
+        num_experts: experts over all ranks, 1 to 2048. Need not divide by the number of ranks.
+        top_k: routing slots per token, 1 to 32, at most ``num_experts``.
+        hidden: elements of one token's row; any positive number.
+        max_tokens: most tokens a rank (with ``replicas``: a source group) sends in one dispatch.
+        dispatch_dtype: what travels to the experts: ``bfloat16``, ``float16``, ``float32`` or
+            ``float8_e4m3fn``. For fp8 the input may be fp8 already (with ``x_scale`` when
+            ``scale_block`` is set), or bf16, fp16 or fp32, and is then cast inside dispatch.
+        scale_block: columns that share one float32 scale (fp8 only): 16, 32, 64, 128, 256 or 512.
+            The last block may be partial. ``None``: no scales.
+        scale_pow2: round scales up to powers of two (what UE8M0 can hold); still float32.
+        combine_dtype: what travels back, and the dtype of the output.
+        layout: how received rows lie; see ``moecomm.Received``.
+        expert_alignment: ``grouped`` only: every expert's first row is a multiple of this.
+        max_recv_tokens: most rows a rank (``grouped``, ``rank``) or one of its experts
+            (``batched``) takes in. ``None``: the worst case, which cannot overflow.
+        replicas: ranks that hold the same tokens and routing (a tensor-parallel group).
+        reduce: where weights are applied: at the ``receiver`` of combine, or at its ``sender``.
+        in_flight: handles that may be open at once.
+        timeout_s: how long any wait for a peer may last.
+        check_values: check ``topk_idx`` values on the device.
+        num_sms: most streaming multiprocessors a kernel may use; ``None``: as many as help.
+
+    Raises:
+        ConfigError: a field breaks its rule; the message names field, value and rule.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    max_tokens: int
+    dispatch_dtype: str = "bfloat16"
+    scale_block: int | None = None
+    scale_pow2: bool = False
+    combine_dtype: str = "bfloat16"
+    layout: LayoutName = "batched"
+    expert_alignment: int = 1
+    max_recv_tokens: int | None = None
+    replicas: int = 1
+    reduce: Reduce = "receiver"
+    in_flight: int = 2
+    timeout_s: float = 30.0
+    check_values: bool = True
+    num_sms: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_choices()
+        self._check_combinations()
+
+    def _check_sizes(self) -> None:
+        _integer("num_experts", self.num_experts, 1, MAX_EXPERTS)
+        _integer("top_k", self.top_k, 1, MAX_TOP_K)
+        _integer("hidden", self.hidden, 1)
+        _integer("max_tokens", self.max_tokens, 1)
+        _integer("expert_alignment", self.expert_alignment, 1)
+        _integer("replicas", self.replicas, 1)
+        _integer("in_flight", self.in_flight, 1)
+        if self.max_recv_tokens is not None:
+            _integer("max_recv_tokens", self.max_recv_tokens, 1)
+        if self.num_sms is not None:
+            _integer("num_sms", self.num_sms, 1)
+        timeout = self.timeout_s
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+            raise ConfigError(f"timeout_s={timeout!r}: must be a number of seconds above 0")
+        if self.top_k > self.num_experts:
+            raise ConfigError(
+                f"top_k={self.top_k}: must be at most num_experts={self.num_experts}"
+            )
+
+    def _check_choices(self) -> None:
+        _choice("dispatch_dtype", self.dispatch_dtype, DISPATCH_DTYPES)
+        _choice("combine_dtype", self.combine_dtype, COMBINE_DTYPES)
+        _choice("layout", self.layout, LAYOUTS)
+        _choice("reduce", self.reduce, REDUCES)
+        for name in ("scale_pow2", "check_values"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
+
+    def _check_combinations(self) -> None:
+        if self.scale_block is not None:
+            _choice("scale_block", self.scale_block, SCALE_BLOCKS)
+            if self.dispatch_dtype != "float8_e4m3fn":
+                raise ConfigError(
+                    f"scale_block={self.scale_block}: only dispatch_dtype='float8_e4m3fn' has "
+                    f"scales, not {self.dispatch_dtype!r}; leave scale_block=None"
+                )
+        if self.scale_pow2 and self.scale_block is None:
+            raise ConfigError("scale_pow2=True: needs scale_block")
+        if self.expert_alignment != 1 and self.layout != "grouped":
+            raise ConfigError(
+                f"expert_alignment={self.expert_alignment}: only layout='grouped' is aligned, "
+                f"not {self.layout!r}"
+            )
+        if self.layout == "rank" and self.reduce == "sender":
+            raise ConfigError(
+                "reduce='sender': layout='rank' hands back rows that the caller has already "
+                "weighted and summed; leave reduce='receiver'"
+            )
+
+    @property
+    def num_scales(self) -> int:
+        """Scales per token row (the last block may be partial); 0 without ``scale_block``."""
+        return -(-self.hidden // self.scale_block) if self.scale_block else 0
+
+    @property
+    def weights_travel(self) -> bool:
+        """Whether ``topk_weights`` must be given to dispatch."""
+        return self.reduce == "sender"
+
+    def differences(self, other: MoeConfig) -> dict[str, tuple[Any, Any]]:
+        """Fields that differ: name → (value here, value there)."""
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return {name: (a, b) for name, a, b in pairs if a != b}
+
+
+def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
+    rule = f"must be an integer from {low}" + ("" if high is None else f" to {high}")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name}={value!r}: {rule}")
+    if value < low or (high is not None and value > high):
+        raise ConfigError(f"{name}={value}: {rule}")
+
+
+def _choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")

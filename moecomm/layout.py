@@ -1,0 +1,299 @@
+"""Every size and byte offset of one exchange, computed once.
+
+``Layout`` is pure arithmetic on Python integers. Device code gets the same numbers as text
+(``defines``) or as a table (``values``); nothing else in the package computes an offset.
+
+Letters: R ranks, D replicas, G = R/D source groups, E experts, L local experts (``Lmax`` on the
+rank that has most), T ``max_tokens``, K ``top_k``, H ``hidden``, S scales a row, F ``in_flight``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from moecomm.config import MAX_RANKS, MoeConfig
+from moecomm.errors import ConfigError
+
+ITEMSIZE: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
+ALIGN: Final = 128  # a cache line: no two regions share one
+WORD: Final = 8
+MAX_ROWS: Final = 2**31 - 1  # row numbers are int32 for the caller (grouped GEMM kernels want that)
+
+# Numbers that device code compares against; `defines` hands them over by name.
+LAYOUT_CODES: Final = {"batched": 0, "grouped": 1, "rank": 2}
+STATS_PHASES: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A named byte range of an arena. ``poison``: contents mean nothing before they are written."""
+
+    name: str
+    offset: int
+    nbytes: int
+    poison: bool
+
+
+class Arena:
+    """Regions one after the other, each starting on an ``ALIGN`` boundary."""
+
+    def __init__(self) -> None:
+        self.regions: dict[str, Region] = {}
+        self.nbytes = 0
+
+    def add(self, name: str, nbytes: int, *, poison: bool = False) -> None:
+        self.regions[name] = Region(name, self.nbytes, nbytes, poison)
+        self.nbytes = round_up(self.nbytes + nbytes, ALIGN)
+
+    def __getitem__(self, name: str) -> Region:
+        return self.regions[name]
+
+    def __iter__(self) -> Iterator[Region]:
+        return iter(self.regions.values())
+
+
+class Layout:
+    """Sizes and offsets of ``cfg`` on ``rank`` of ``num_ranks``.
+
+    Raises:
+        ConfigError: ``num_ranks`` is out of range, does not divide by ``replicas``, or the
+            receive area has more rows than an int32 counts.
+    """
+
+    def __init__(self, cfg: MoeConfig, num_ranks: int, rank: int) -> None:
+        if not 1 <= num_ranks <= MAX_RANKS:
+            raise ConfigError(f"num_ranks={num_ranks}: must be from 1 to {MAX_RANKS}")
+        if not 0 <= rank < num_ranks:
+            raise ConfigError(f"rank={rank}: must be from 0 to num_ranks-1={num_ranks - 1}")
+        if num_ranks % cfg.replicas:
+            raise ConfigError(f"replicas={cfg.replicas}: must divide num_ranks={num_ranks}")
+        self.cfg = cfg
+        self.num_ranks = num_ranks
+        self.rank = rank
+        self.num_groups = num_ranks // cfg.replicas
+        if self.slot_rows > MAX_ROWS:
+            raise ConfigError(
+                f"receive area of {self.slot_rows} rows: at most {MAX_ROWS}; lower max_tokens "
+                "or set max_recv_tokens"
+            )
+
+    # ---- experts -------------------------------------------------------------------------
+
+    def expert_range(self, rank: int) -> range:
+        """Global ids of the experts on ``rank``: the first ``E % R`` ranks host one more."""
+        share, extra = divmod(self.cfg.num_experts, self.num_ranks)
+        first = rank * share + min(rank, extra)
+        return range(first, first + share + (rank < extra))
+
+    @cached_property
+    def num_local_experts(self) -> int:
+        return len(self.expert_range(self.rank))
+
+    @cached_property
+    def max_local_experts(self) -> int:
+        return -(-self.cfg.num_experts // self.num_ranks)
+
+    # ---- rows ----------------------------------------------------------------------------
+
+    @cached_property
+    def expert_capacity(self) -> int:
+        """Rows of one expert in the ``batched`` layout."""
+        return self.cfg.max_recv_tokens or self.num_groups * self.cfg.max_tokens
+
+    @cached_property
+    def recv_rows(self) -> int:
+        """Rows of ``recv.x`` here: exact worst case, or what ``max_recv_tokens`` allows."""
+        return self._rows(self.num_local_experts)
+
+    @cached_property
+    def slot_rows(self) -> int:
+        """Rows set aside for one handle: ``recv_rows`` of the rank with most experts, so that
+        offsets are the same everywhere."""
+        return self._rows(self.max_local_experts)
+
+    def _rows(self, num_local: int) -> int:
+        cfg = self.cfg
+        tokens = self.num_groups * cfg.max_tokens
+        if cfg.layout == "batched":
+            return num_local * self.expert_capacity
+        if cfg.max_recv_tokens is not None:
+            return cfg.max_recv_tokens
+        if cfg.layout == "rank":
+            return tokens if num_local else 0
+        # grouped: every token's slots land here, on as many experts as it can name; every
+        # expert that has rows pads at most alignment-1 of them, and none holds > tokens rows.
+        rows = tokens * min(cfg.top_k, num_local)
+        padded = rows + min(num_local, rows) * (cfg.expert_alignment - 1)
+        return min(padded, num_local * round_up(tokens, cfg.expert_alignment))
+
+    # ---- bytes ---------------------------------------------------------------------------
+
+    @cached_property
+    def wire_row_bytes(self) -> int:
+        return self.cfg.hidden * ITEMSIZE[self.cfg.dispatch_dtype]
+
+    @cached_property
+    def combine_row_bytes(self) -> int:
+        return self.cfg.hidden * ITEMSIZE[self.cfg.combine_dtype]
+
+    @cached_property
+    def record_scale_offset(self) -> int:
+        return round_up(self.wire_row_bytes, 16)
+
+    @cached_property
+    def record_meta_offset(self) -> int:
+        return round_up(self.record_scale_offset + 4 * self.cfg.num_scales, 16)
+
+    @cached_property
+    def meta_bytes(self) -> int:
+        """Token, combine place, group, spare; then expert, place and weight of every slot."""
+        return round_up(16 + 12 * self.cfg.top_k, 16)
+
+    @cached_property
+    def record_bytes(self) -> int:
+        """One token on the wire: row | scales | meta, each from a 16-byte boundary."""
+        return self.record_meta_offset + self.meta_bytes
+
+    @cached_property
+    def combine_stride(self) -> int:
+        return round_up(self.combine_row_bytes, 16)
+
+    @cached_property
+    def combine_places(self) -> int:
+        """Rows one token can get back: one a slot, or one a rank when the sender reduces."""
+        cfg = self.cfg
+        return min(cfg.top_k, self.num_ranks) if self.rows_per_rank else cfg.top_k
+
+    @property
+    def rows_per_rank(self) -> bool:
+        """Whether combine carries one row per (token, rank)."""
+        return self.cfg.layout == "rank" or self.cfg.reduce == "sender"
+
+    @property
+    def capped(self) -> bool:
+        return self.cfg.max_recv_tokens is not None
+
+    @cached_property
+    def head_words(self) -> int:
+        """Words a source tells each rank: its number of records, then counts.
+
+        Without a cap: of that rank's experts. With a cap every rank must see every count, so
+        that all of them find the same overflow: of all ranks (``rank``) or of all experts.
+        """
+        if not self.capped:
+            return 1 + self.max_local_experts
+        return 1 + (self.num_ranks if self.cfg.layout == "rank" else self.cfg.num_experts)
+
+    # ---- arenas --------------------------------------------------------------------------
+
+    @cached_property
+    def symmetric(self) -> Arena:
+        """What peers write to. The same on every rank. Flags first: their place never depends
+        on row sizes."""
+        cfg, arena = self.cfg, Arena()
+        slots, tokens = cfg.in_flight, cfg.max_tokens
+        records = slots * self.num_groups * tokens
+        places = slots * tokens * self.combine_places
+        arena.add("abort", WORD)
+        arena.add("ack", slots * self.num_ranks * WORD)
+        arena.add("head", slots * self.num_ranks * self.head_words * WORD)
+        arena.add("record_flag", records * WORD)
+        arena.add("combine_flag", places * WORD)
+        arena.add("record", records * self.record_bytes, poison=True)
+        arena.add("combine_row", places * self.combine_stride, poison=True)
+        return arena
+
+    @cached_property
+    def local(self) -> Arena:
+        """What only this rank's kernels and its host touch, received rows included."""
+        cfg, arena = self.cfg, Arena()
+        slots, tokens, top_k = cfg.in_flight, cfg.max_tokens, cfg.top_k
+        records, rows = self.num_groups * tokens, self.slot_rows
+        arena.add("peers", self.num_ranks * WORD)
+        arena.add("epoch", slots * WORD)
+        arena.add("ticket", slots * WORD)
+        arena.add("claim", 4 * WORD)
+        arena.add("overflowed", slots * WORD)
+        arena.add("stat_sent", self.num_ranks * WORD)
+        arena.add("stat_recv", self.num_groups * WORD)
+        arena.add("stat_rows", self.num_groups * WORD)
+        arena.add("stat_expert", self.max_local_experts * WORD)
+        arena.add("stat_wait_ns", STATS_PHASES * self.num_ranks * WORD)
+        arena.add("num_tokens", slots * 4, poison=True)
+        arena.add("num_records", slots * 4, poison=True)
+        arena.add("route", slots * tokens * top_k * 4, poison=True)
+        arena.add("num_dest", slots * tokens * 4, poison=True)
+        arena.add("weight", slots * tokens * top_k * 4, poison=True)
+        arena.add("meta", slots * records * self.meta_bytes, poison=True)
+        arena.add("row_of", slots * records * top_k * 4, poison=True)
+        per_row = top_k if cfg.layout == "rank" else 1
+        arena.add("counts", slots * self.max_local_experts * 4, poison=True)
+        arena.add("offsets", slots * (self.max_local_experts + 1) * 4, poison=True)
+        arena.add("num_rows", slots * 4, poison=True)
+        arena.add("src_rank", slots * rows * 4, poison=True)
+        arena.add("src_token", slots * rows * 4, poison=True)
+        arena.add("row_expert", slots * rows * top_k * 4 * (cfg.layout == "rank"), poison=True)
+        arena.add("row_weight", slots * rows * per_row * 4, poison=True)
+        arena.add("x_scale", slots * rows * cfg.num_scales * 4, poison=True)
+        arena.add("x", slots * self.recv_slot_bytes, poison=True)
+        return arena
+
+    @cached_property
+    def recv_slot_bytes(self) -> int:
+        """Bytes of one slot's ``recv.x``, padded so that every slot starts aligned."""
+        return round_up(self.slot_rows * self.wire_row_bytes, ALIGN)
+
+    # ---- what device code is told ----------------------------------------------------------
+
+    @cached_property
+    def constants(self) -> dict[str, int]:
+        """Name → value, equal on all ranks (what differs travels in the launch arguments)."""
+        cfg = self.cfg
+        share, extra = divmod(cfg.num_experts, self.num_ranks)
+        table = {
+            "NUM_RANKS": self.num_ranks,
+            "REPLICAS": cfg.replicas,
+            "NUM_GROUPS": self.num_groups,
+            "NUM_EXPERTS": cfg.num_experts,
+            "EXPERTS_SHARE": share,
+            "EXPERTS_EXTRA": extra,
+            "MAX_LOCAL": self.max_local_experts,
+            "MAX_TOKENS": cfg.max_tokens,
+            "TOP_K": cfg.top_k,
+            "HIDDEN": cfg.hidden,
+            "NUM_SCALES": cfg.num_scales,
+            "SCALE_BLOCK": cfg.scale_block or 0,
+            "SCALE_POW2": int(cfg.scale_pow2),
+            "LAYOUT": LAYOUT_CODES[cfg.layout],
+            "ALIGNMENT": cfg.expert_alignment,
+            "ROWS_PER_RANK": int(self.rows_per_rank),
+            "SLOT_ROWS": self.slot_rows,
+            "SLOT_X_BYTES": self.recv_slot_bytes,
+            "CAPACITY": self.expert_capacity if cfg.layout == "batched" else self.slot_rows,
+            "SENDER_REDUCES": int(cfg.reduce == "sender"),
+            "CAPPED": int(self.capped),
+            "CHECK_VALUES": int(cfg.check_values),
+            "HEAD_WORDS": self.head_words,
+            "PLACES": self.combine_places,
+            "WIRE_ROW_BYTES": self.wire_row_bytes,
+            "RECORD_BYTES": self.record_bytes,
+            "RECORD_SCALE_OFF": self.record_scale_offset,
+            "RECORD_META_OFF": self.record_meta_offset,
+            "META_BYTES": self.meta_bytes,
+            "COMBINE_ROW_BYTES": self.combine_row_bytes,
+            "COMBINE_STRIDE": self.combine_stride,
+        }
+        table |= {f"SYM_{r.name.upper()}": r.offset for r in self.symmetric}
+        table |= {f"LOC_{r.name.upper()}": r.offset for r in self.local}
+        return table
+
+    def defines(self) -> dict[str, str]:
+        """``constants`` as C literals, for kernels compiled for this very problem."""
+        return {name: f"{value}ull" for name, value in self.constants.items()}
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
