@@ -1,0 +1,92 @@
+"""Fixtures and hardware markers shared by all tests.
+
+A test marked ``gpu``, ``gpus(n)`` or ``nic`` is skipped where that hardware is missing, and the
+reason names what is missing. ``MOECOMM_TEST_STRICT=1`` turns those skips into failures, for a
+machine that is meant to have everything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+@cache
+def _gpu_count() -> tuple[int, str]:
+    """CUDA devices here, and what is missing when there are none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0, "no CUDA driver (libcuda.so.1)"
+    if driver.cuInit(0) != 0:
+        return 0, "the CUDA driver does not start (cuInit failed)"
+    count = ctypes.c_int(0)
+    if driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
+        return 0, "the CUDA driver sees no device"
+    missing = [m for m in ("cuda.core", "cupy") if not _importable(m)]
+    if missing:
+        return 0, f"Python packages {', '.join(missing)} (pip install 'moecomm[cuda13]')"
+    return count.value, ""
+
+
+@cache
+def _nic_missing() -> str:
+    """What an RDMA test lacks here; empty when nothing."""
+    devices = Path("/sys/class/infiniband")
+    if not devices.is_dir() or not any(devices.iterdir()):
+        return "no RDMA device in /sys/class/infiniband"
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return "libibverbs.so.1 (Debian package libibverbs1)"
+    return ""
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False
+
+
+def _missing_for(item: pytest.Item) -> str:
+    wanted = 1 if item.get_closest_marker("gpu") else 0
+    several = item.get_closest_marker("gpus")
+    if several is not None:
+        wanted = max(wanted, int(several.args[0]))
+    if wanted:
+        found, why = _gpu_count()
+        if found < wanted:
+            return f"needs {wanted} GPU(s), found {found}: {why or 'too few devices'}"
+    if item.get_closest_marker("nic") and _nic_missing():
+        return f"needs an RDMA NIC: {_nic_missing()}"
+    return ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    missing = _missing_for(item)
+    if not missing:
+        return
+    if os.environ.get("MOECOMM_TEST_STRICT") == "1":
+        pytest.fail(f"{missing} (MOECOMM_TEST_STRICT=1 forbids this skip)", pytrace=False)
+    pytest.skip(missing)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A generator with the same seed in every test, so that a failure repeats."""
+    return np.random.default_rng(20260)
+
+
+@pytest.fixture
+def cold_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty kernel cache of this test alone; its folder."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("MOECOMM_CACHE_DIR", str(folder))
+    return folder
