@@ -19,6 +19,7 @@ import hashlib
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -51,7 +52,7 @@ def key_of(*parts: bytes | str) -> str:
 
 
 def default_root() -> Path | None:
-    """Return where compiled kernels go; ``None`` when no home directory is known.
+    """Return where compiled kernels go; ``None`` when there is no home directory.
 
     ``MOECOMM_CACHE_DIR`` if set, else ``$XDG_CACHE_HOME/moecomm``, else ``~/.cache/moecomm``.
     """
@@ -62,9 +63,11 @@ def default_root() -> Path | None:
     if os.path.isabs(xdg):
         return Path(xdg) / "moecomm"
     try:
-        return Path.home() / ".cache" / "moecomm"
+        home = Path.home()
     except RuntimeError:  # no HOME and no entry in the user database
         return None
+    # A home that does not exist (`/nonexistent`, service accounts) is not ours to make.
+    return home / ".cache" / "moecomm" if home.is_dir() else None
 
 
 def default_cache() -> Cache:
@@ -74,24 +77,21 @@ def default_cache() -> Cache:
 
 @functools.cache
 def _cache_at(root: Path | None, trusted: bool) -> Cache:
-    return Cache(root, trusted=trusted) if root else Cache(_NO_HOME, trusted=True)
-
-
-_NO_HOME: Final = Path("/nonexistent/moecomm")  # reads miss, writes fail: private directory
+    return Cache(root, trusted=trusted)
 
 
 class Cache:
     """Files by key under ``root`` (``None``: the default directory).
 
     Args:
-        root: the directory; made when first written to.
+        root: the directory; made when first written to. The attribute is ``None`` when there is
+            no home directory for the default.
         trusted: use ``root`` even when it belongs to another user. Compiled code is run, so the
             default directory must be the user's own; one that the user names is the user's word.
     """
 
     def __init__(self, root: Path | None = None, *, trusted: bool | None = None) -> None:
-        chosen = root if root is not None else default_root()
-        self.root = chosen if chosen is not None else _NO_HOME
+        self.root = root if root is not None else default_root()
         self._trusted = trusted if trusted is not None else root is not None
         self._private: Path | None = None
         self._private_owner = 0
@@ -112,17 +112,17 @@ class Cache:
         found = self.find(key, suffix)
         if found is not None:
             return found
+        root, reason = self._usable()
         if env.flag("NO_COMPILE"):
             raise CompileError(
                 f"{what} is not compiled yet and MOECOMM_NO_COMPILE=1 forbids compiling: "
-                f"no valid {self.root / key}/*{suffix}. Run `moecomm compile` with the same "
-                f"MOECOMM_CACHE_DIR first, or unset MOECOMM_NO_COMPILE"
+                f"no valid {self.root or '(no cache)'}/{key}/*{suffix}. Run `moecomm compile` with "
+                f"the same MOECOMM_CACHE_DIR first, or unset MOECOMM_NO_COMPILE"
             )
-        reason = self._refusal()
-        if reason is not None:
+        if root is None:
             return self._get_private(key, suffix, build, reason)
         try:
-            return self._build_shared(key, suffix, build)
+            return self._build_shared(root / key, suffix, build)
         except _StorageError as error:
             return self._get_private(key, suffix, build, str(error), error.built)
         except OSError as error:  # from build() itself: storage, or a compiler that is missing
@@ -130,27 +130,29 @@ class Cache:
 
     def find(self, key: str, suffix: str) -> Path | None:
         """Return the complete file of ``key`` and ``suffix``, or ``None``. Never builds."""
-        if self._refusal() is None:
-            found = _find(self.root / key, suffix)
+        root, _ = self._usable()
+        if root is not None:
+            found = _find(root / key, suffix)
             if found is not None:
                 return found
         return _find(self._private / key, suffix) if self._private is not None else None
 
-    def _refusal(self) -> str | None:
-        """Why ``root`` must not be used although it may be there; ``None`` when it may."""
-        if self._trusted or not hasattr(os, "geteuid"):
-            return None
+    def _usable(self) -> tuple[Path | None, str]:
+        """The directory, or ``None`` and the reason why there is none that may be used."""
+        if self.root is None:
+            return None, "there is no home directory"
+        if self._trusted or sys.platform == "win32":
+            return self.root, ""
         try:
             owner = self.root.stat().st_uid
         except OSError:
-            return None  # absent, or the write will say
+            return self.root, ""  # absent, or writing will tell
         if owner == os.geteuid():
-            return None
-        return f"it belongs to user {owner}, this is user {os.geteuid()}"
+            return self.root, ""
+        return None, f"it belongs to user {owner}, this is user {os.geteuid()}"
 
-    def _build_shared(self, key: str, suffix: str, build: Build) -> Path:
+    def _build_shared(self, folder: Path, suffix: str, build: Build) -> Path:
         """Build under the key's lock and publish; ``_StorageError`` when the directory fails."""
-        folder = self.root / key
         try:
             folder.mkdir(parents=True, exist_ok=True)
             staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=folder))
@@ -162,7 +164,7 @@ class Cache:
                 if found is not None:
                     return found
                 if ours:
-                    _sweep(folder, keep=staging)
+                    _sweep(folder, suffix, keep=staging)
                 built = staging / f"out{suffix}"
                 build(built)
                 return self._publish(built, folder, suffix)
@@ -222,7 +224,7 @@ class Cache:
                 "compiled kernels cannot be kept in %s (%s): this process keeps its own in a "
                 "temporary directory and will compile them again next time; set "
                 "MOECOMM_CACHE_DIR to a directory that can be written",
-                self.root,
+                self.root or "the default directory",
                 reason,
             )
 
@@ -256,7 +258,7 @@ def _digest(file: Path) -> str:
 
 
 def _find(folder: Path, suffix: str) -> Path | None:
-    """Return the first file whose content matches its name; remove those that do not match."""
+    """Return the first file whose content matches its name."""
     try:
         names = sorted(name for name in os.listdir(folder) if _is_entry(name, suffix))
     except OSError:
@@ -266,9 +268,8 @@ def _find(folder: Path, suffix: str) -> Path | None:
         try:
             if _digest(file) == name.removesuffix(suffix):
                 return file
-            logger.warning("%s is damaged: it will be built again", file)
-            file.unlink()
-        except OSError as error:  # unreadable, gone meanwhile, or not ours to remove
+            logger.debug("%s is damaged", file)
+        except OSError as error:  # unreadable, or gone meanwhile
             logger.debug("%s cannot be used: %s", file, error)
     return None
 
@@ -277,9 +278,21 @@ def _is_entry(name: str, suffix: str) -> bool:
     return name.endswith(suffix) and len(name) == 64 + len(suffix) and not name.startswith(".")
 
 
-def _sweep(folder: Path, keep: Path) -> None:
-    """Remove staging directories that killed builders left. Called with the lock held."""
-    for stale in folder.glob(f"{_STAGING}*"):
+def _sweep(folder: Path, suffix: str, keep: Path) -> None:
+    """Remove damaged entries, and staging directories that killed builders left.
+
+    Only with the lock held and no valid entry there: without it, what was read as damaged could
+    be somebody's good file of the same name by the time it is removed.
+    """
+    for name in os.listdir(folder):
         with contextlib.suppress(OSError):
-            if stale != keep and time.time() - stale.stat().st_mtime > STALE_BUILD_S:
-                shutil.rmtree(stale, ignore_errors=True)
+            file = folder / name
+            if _is_entry(name, suffix):
+                logger.warning("%s was damaged: building it again", file)
+                file.unlink()
+            elif name.startswith(_STAGING) and file != keep and _age_s(file) > STALE_BUILD_S:
+                shutil.rmtree(file, ignore_errors=True)
+
+
+def _age_s(file: Path) -> float:
+    return time.time() - file.stat().st_mtime
