@@ -13,7 +13,6 @@ into a private temporary directory instead, with one warning that says why.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import hashlib
 import logging
@@ -27,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from moecomm import env
+from moecomm import cache_files, env
 from moecomm.errors import CompileError
 from moecomm.filelock import exclusive
 
@@ -36,7 +35,6 @@ logger = logging.getLogger(__name__)
 LOCK_TIMEOUT_S: Final = 300.0  # a builder that hangs or was stopped must not hang the others
 VISIBLE_RETRIES: Final = 5  # NFS may answer "absent" from its attribute cache after a rename
 VISIBLE_PAUSE_S: Final = 0.05
-STALE_BUILD_S: Final = 3600.0  # leftovers of killed builders
 
 Build = Callable[[Path], None]
 
@@ -132,10 +130,23 @@ class Cache:
         """Return the complete file of ``key`` and ``suffix``, or ``None``. Never builds."""
         root, _ = self._usable()
         if root is not None:
-            found = _find(root / key, suffix)
+            found = cache_files.find(root / key, suffix)
             if found is not None:
                 return found
-        return _find(self._private / key, suffix) if self._private is not None else None
+        return cache_files.find(self._private / key, suffix) if self._private is not None else None
+
+    def keep(self, key: str, name: str, text: str) -> Path | None:
+        """Write ``text`` beside the entries of ``key`` for a person to read, e.g. a source that
+        does not compile. Returns where; ``None`` when it cannot be written. Never an entry."""
+        root, _ = self._usable()
+        file = (root or self._private_root()) / key / name
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            logger.debug("%s cannot be kept: %s", file, error)
+            return None
+        return file
 
     def _usable(self) -> tuple[Path | None, str]:
         """The directory, or ``None`` and the reason why there is none that may be used."""
@@ -155,16 +166,16 @@ class Cache:
         """Build under the key's lock and publish; ``_StorageError`` when the directory fails."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=folder))
+            staging = Path(tempfile.mkdtemp(prefix=cache_files.STAGING, dir=folder))
         except OSError as error:
             raise _StorageError(str(error)) from error
         try:
             with exclusive(folder / f".lock{suffix}", LOCK_TIMEOUT_S) as ours:
-                found = _find(folder, suffix)
+                found = cache_files.find(folder, suffix)
                 if found is not None:
                     return found
                 if ours:
-                    _sweep(folder, suffix, keep=staging)
+                    cache_files.sweep(folder, suffix, keep=staging)
                 built = staging / f"out{suffix}"
                 build(built)
                 return self._publish(built, folder, suffix)
@@ -172,14 +183,14 @@ class Cache:
             shutil.rmtree(staging, ignore_errors=True)
 
     def _publish(self, built: Path, folder: Path, suffix: str) -> Path:
-        target = folder / f"{_digest(built)}{suffix}"
+        target = folder / f"{cache_files.digest(built)}{suffix}"
         reason = f"{target} is not there after its rename"
         try:
             os.replace(built, target)
         except OSError as error:
             reason = str(error)
         for attempt in range(VISIBLE_RETRIES):
-            found = _find(folder, suffix)
+            found = cache_files.find(folder, suffix)
             if found is not None:
                 return found
             if attempt + 1 < VISIBLE_RETRIES:
@@ -190,7 +201,10 @@ class Cache:
         """Move a build that could not be published out of the staging directory."""
         if not built.exists():
             return None
-        kept = Path(tempfile.mkdtemp(prefix=_STAGING, dir=self._private_root())) / built.name
+        kept = (
+            Path(tempfile.mkdtemp(prefix=cache_files.STAGING, dir=self._private_root()))
+            / built.name
+        )
         shutil.move(built, kept)
         return kept
 
@@ -199,13 +213,13 @@ class Cache:
     ) -> Path:
         with self._private_lock:
             folder = self._private_root() / key
-            found = _find(folder, suffix)
+            found = cache_files.find(folder, suffix)
             if found is None:
                 folder.mkdir(exist_ok=True)
                 if built is None:
                     built = folder / f"out{suffix}"
                     build(built)
-                found = folder / f"{_digest(built)}{suffix}"
+                found = folder / f"{cache_files.digest(built)}{suffix}"
                 os.replace(built, found)
             self._warn(reason)
             return found
@@ -237,9 +251,6 @@ class _StorageError(Exception):
         self.built = built
 
 
-_STAGING: Final = ".build-"
-
-
 def _private_directory() -> Path:
     """Make a directory of this process alone (mode 0700) that goes when the process ends."""
     directory = Path(tempfile.mkdtemp(prefix="moecomm-"))
@@ -250,49 +261,3 @@ def _private_directory() -> Path:
 def _remove_own(directory: Path, owner: int) -> None:
     if os.getpid() == owner:  # a forked child inherits the exit handler, not the directory
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _find(folder: Path, suffix: str) -> Path | None:
-    """Return the first file whose content matches its name."""
-    try:
-        names = sorted(name for name in os.listdir(folder) if _is_entry(name, suffix))
-    except OSError:
-        return None
-    for name in names:
-        file = folder / name
-        try:
-            if _digest(file) == name.removesuffix(suffix):
-                return file
-            logger.debug("%s is damaged", file)
-        except OSError as error:  # unreadable, or gone meanwhile
-            logger.debug("%s cannot be used: %s", file, error)
-    return None
-
-
-def _is_entry(name: str, suffix: str) -> bool:
-    return name.endswith(suffix) and len(name) == 64 + len(suffix) and not name.startswith(".")
-
-
-def _sweep(folder: Path, suffix: str, keep: Path) -> None:
-    """Remove damaged entries, and staging directories that killed builders left.
-
-    Only with the lock held and no valid entry there: without it, what was read as damaged could
-    be somebody's good file of the same name by the time it is removed.
-    """
-    for name in os.listdir(folder):
-        with contextlib.suppress(OSError):
-            file = folder / name
-            if _is_entry(name, suffix):
-                logger.warning("%s was damaged: building it again", file)
-                file.unlink()
-            elif name.startswith(_STAGING) and file != keep and _age_s(file) > STALE_BUILD_S:
-                shutil.rmtree(file, ignore_errors=True)
-
-
-def _age_s(file: Path) -> float:
-    return time.time() - file.stat().st_mtime

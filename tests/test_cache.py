@@ -18,7 +18,7 @@ import pytest
 from cache_worker import CONTENT, build_forever, race
 
 from moecomm import cache as cache_module
-from moecomm import env
+from moecomm import cache_files, env
 from moecomm.cache import Cache, default_cache, default_root, key_of
 from moecomm.errors import CompileError, ConfigError
 from moecomm.filelock import exclusive
@@ -230,7 +230,7 @@ def test_network_file_system_hides_the_file_for_a_moment(
     assert cache.root is not None
     folder = cache.root / KEY
     hidden_looks = iter(range(3))  # get, with the lock, first look after the rename
-    real_find = cache_module._find
+    real_find = cache_files.find
 
     def hide(where: Path, suffix: str) -> Path | None:
         return real_find(where, suffix) if next(hidden_looks, None) is None else None
@@ -240,7 +240,7 @@ def test_network_file_system_hides_the_file_for_a_moment(
         winner.write_bytes(CONTENT)
         raise FileExistsError(errno.EEXIST, "File exists", str(target))
 
-    monkeypatch.setattr(cache_module, "_find", hide)
+    monkeypatch.setattr(cache_files, "find", hide)
     monkeypatch.setattr(os, "replace", lose)
     path = cache.get(KEY, ".cubin", build)
     assert path.parent == folder
@@ -380,14 +380,14 @@ def test_entry_that_cannot_be_read(
 ) -> None:
     """G03: an entry of another user, mode 0600."""
     path = cache.get(KEY, ".cubin", Builder(b"other"))
-    real_digest = cache_module._digest
+    real_digest = cache_files.digest
 
     def refuse(file: Path) -> str:
         if file == path:
             raise PermissionError(errno.EACCES, "Permission denied", str(file))
         return real_digest(file)
 
-    monkeypatch.setattr(cache_module, "_digest", refuse)
+    monkeypatch.setattr(cache_files, "digest", refuse)
     assert cache.get(KEY, ".cubin", build).read_bytes() == CONTENT
     assert build.calls == 1
 

@@ -1,0 +1,139 @@
+"""CUDA C++ text → LTO-IR → cubin, in memory. Needs no GPU, driver or nvcc."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from moecomm.errors import CompileError
+from moecomm.kernels.jit import elf, fatbin
+from moecomm.kernels.jit.resources import Resources, parse_report
+
+logger = logging.getLogger(__name__)
+
+STANDARD: Final = "c++17"
+# Both steps: whatever is added here belongs into cache keys, see `options_identity`.
+_COMPILE: Final[dict[str, Any]] = {
+    "std": STANDARD,
+    "relocatable_device_code": True,
+    "link_time_optimization": True,
+}
+_LINK: Final[dict[str, Any]] = {
+    "link_time_optimization": True,
+    "ptxas_options": "-v",
+    "verbose": True,
+}
+_KINDS: Final = {".a": "library", ".ltoir": "ltoir", ".cubin": "cubin", ".o": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class LinkInput:
+    """Something linked to a kernel: a device archive (.a), object (.o), .cubin or .ltoir.
+
+    ``data`` is the content where there is no file; ``name`` then only names it.
+    """
+
+    name: str
+    data: bytes | None = None
+
+    @property
+    def kind(self) -> str:
+        suffix = Path(self.name).suffix
+        if suffix not in _KINDS:
+            raise CompileError(f"link input {self.name}: must end in one of {', '.join(_KINDS)}")
+        return _KINDS[suffix]
+
+    def read(self) -> bytes:
+        if self.data is not None:
+            return self.data
+        try:
+            return Path(self.name).read_bytes()
+        except OSError as error:
+            raise CompileError(f"link input {self.name} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Cubin:
+    """Machine code of one source, with kernel name → resources."""
+
+    code: bytes
+    resources: dict[str, Resources]
+
+
+def options_identity(arch: str) -> str:
+    """Text for cache keys: every option that ``build`` passes on."""
+    return repr((arch, sorted(_COMPILE.items()), sorted(_LINK.items())))
+
+
+def build(name: str, text: str, arch: str, link: Sequence[LinkInput] = ()) -> Cubin:
+    """Compile ``text`` for ``arch`` and link it with ``link``.
+
+    ``name`` stands in messages. ``arch`` must have passed ``Toolchain.check_arch``.
+
+    Raises:
+        CompileError: with the compiler's or the linker's log.
+    """
+    log, code = _link(name, to_ltoir(name, text, arch), arch, link)
+    sections = elf.section_sizes(code)
+    resources = parse_report(log, sections)
+    missing = set(elf.kernel_names(sections)) - set(resources)
+    if missing:
+        raise CompileError(
+            f"{name} for {arch}: the linker reports nothing about {', '.join(sorted(missing))}", log
+        )
+    return Cubin(code, resources)
+
+
+def to_ltoir(name: str, text: str, arch: str) -> bytes:
+    """Compile ``text`` to LTO-IR, NVVM code that is optimised when it is linked.
+
+    Raises:
+        CompileError: with the compiler's log.
+    """
+    from cuda.core import Program, ProgramOptions
+
+    log = io.StringIO()
+    try:
+        options = ProgramOptions(name=name, arch=arch, **_COMPILE)
+        ltoir = Program(text, "c++", options).compile("ltoir", logs=log).code
+    except Exception as error:
+        raise _failure(f"{name} does not compile for {arch}", error) from error
+    if log.getvalue():
+        logger.debug("%s for %s: %s", name, arch, log.getvalue())
+    return bytes(ltoir)
+
+
+def _link(name: str, ltoir: bytes, arch: str, link: Sequence[LinkInput]) -> tuple[str, bytes]:
+    """Return the linker's log and the cubin."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    makers = {
+        "library": ObjectCode.from_library,
+        "ltoir": ObjectCode.from_ltoir,
+        "cubin": ObjectCode.from_cubin,
+        "object": ObjectCode.from_object,
+    }
+    inputs = [makers[item.kind](item.read(), name=item.name) for item in link]
+    inputs.insert(0, ObjectCode.from_ltoir(ltoir, name=name))
+    try:
+        linker = Linker(*inputs, options=LinkerOptions(name=name, arch=arch, **_LINK))
+        code = bytes(linker.link("cubin").code)
+        return linker.get_info_log(), code
+    except Exception as error:
+        held = [f"{item.name} holds code for {_archs(item)}" for item in link]
+        raise _failure("; ".join([f"{name} does not link for {arch}", *held]), error) from error
+
+
+def _archs(item: LinkInput) -> str:
+    if item.kind == "ltoir":
+        return "any architecture"
+    return ", ".join(fatbin.archs(item.read())) or "no architecture that can be recognised"
+
+
+def _failure(what: str, error: Exception) -> CompileError:
+    log = str(error).replace("\0", "").strip()
+    return CompileError(f"{what}:\n{log}", log)
