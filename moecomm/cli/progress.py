@@ -17,7 +17,7 @@ def stages() -> Iterator[Callable[[str], None]]:
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda text: console.print(f"… {text}", highlight=False)
+        yield lambda text: console.print(f"- {text}", highlight=False)
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

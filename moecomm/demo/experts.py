@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from moecomm.demo.text import vectors
 from moecomm.dtypes import numpy_dtype
-from moecomm.quantization import dequantize
+from moecomm.reference import dequantize
 
 if TYPE_CHECKING:
     from moecomm.config import MoeConfig

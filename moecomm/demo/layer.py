@@ -17,7 +17,7 @@ from moecomm.demo.experts import Expert, Floats, run_experts
 from moecomm.demo.router import Routing, route
 from moecomm.demo.text import embed
 from moecomm.dtypes import numpy_dtype
-from moecomm.quantization import dequantize, quantize
+from moecomm.reference import dequantize, quantize
 
 if TYPE_CHECKING:
     from moecomm.group import Group
@@ -121,7 +121,7 @@ def _step(
     with result.timed("dispatch: receive"):
         recv = comm.dispatch_recv(handle)
     with result.timed("experts"):
-        y = run_experts(recv, hosted, comm.cfg)
+        y = run_experts(recv, hosted, comm.config)
         result.received += recv.counts
     with result.timed("combine: send"):
         comm.combine_send(y, handle)

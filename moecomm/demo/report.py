@@ -47,7 +47,7 @@ def _headline(result: Result) -> RenderableType:
 def _facts(result: Result) -> Iterator[tuple[str, str]]:
     options, cfg = result.options, result.problem.cfg
     scales = f", a scale per {cfg.scale_block} columns" if cfg.scale_block else ""
-    yield "layer", f"top-{cfg.top_k} softmax router, SwiGLU experts {cfg.hidden}×{options.inner}"
+    yield "layer", f"top-{cfg.top_k} softmax router, SwiGLU experts {cfg.hidden} x {options.inner}"
     yield "dispatch", f"{cfg.dispatch_dtype}{scales}; {cfg.layout} layout"
     yield "combine", f"{cfg.combine_dtype}, summed in float32; reduced at the {cfg.reduce}"
     yield "steps", f"{result.problem.num_steps} of at most {cfg.max_tokens} tokens a rank"
@@ -66,7 +66,7 @@ def _wire(result: Result) -> RenderableType:
         table.add_column(f"to {peer}", justify="right")
     table.add_column("all peers", justify="right")
     for rank in ranks:
-        cells = ["·" if rank == peer else f"{sent[rank][peer] / 1024:,.1f}" for peer in ranks]
+        cells = ["-" if rank == peer else f"{sent[rank][peer] / 1024:,.1f}" for peer in ranks]
         total = sum(int(sent[rank][peer]) for peer in ranks if peer != rank)
         table.add_row(f"rank {rank}", *cells, f"{total / 1024:,.1f}")
     return Group(table, _comparison(result))
@@ -111,7 +111,7 @@ def _load(result: Result, *, ascii_only: bool) -> RenderableType:
         tables.append(table)
     even = load.sum() / cfg.num_experts
     title = Text.assemble(
-        ("Tokens of each expert", "bold"), f" (mean {even:.1f}, most {most}: {most / even:.1f}×)"
+        ("Tokens of each expert", "bold"), f" (mean {even:.1f}, most {most}: {most / even:.1f} times)"
     )
     return Group(title, Columns(tables, padding=(0, 3)), Text())
 
@@ -147,7 +147,7 @@ def _times(result: Result) -> RenderableType:
 def _verdict(result: Result) -> RenderableType:
     faults = result.faults
     if faults:
-        lines = "\n".join(f"• {fault}" for fault in faults)
+        lines = "\n".join(f"- {fault}" for fault in faults)
         return Panel(lines, title="FAILED", border_style="bold red", expand=False)
     text = (
         "The sharded layer gives the unsharded layer's output.\n"
