@@ -12,6 +12,7 @@ from moecomm.errors import ConfigError
 
 _INCLUDE: Final = re.compile(r'^\s*#\s*include\s+"([^"]+)"')
 _PRAGMA_ONCE: Final = re.compile(r"^\s*#\s*pragma\s+once\b")
+_CONDITIONAL: Final = re.compile(r"^\s*#\s*(else|elif|endif)\b")
 _IDENTIFIER: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
@@ -57,7 +58,7 @@ def _inline(name: str, parents: tuple[str, ...]) -> list[str]:
     ``#if``. The pragma itself goes, because compilers warn about it in a main file.
     """
     body: list[str] = []
-    guarded = False
+    guarded = shifted = False
     for number, line in enumerate(load(name).splitlines(), start=1):
         include = _INCLUDE.match(line)
         if _PRAGMA_ONCE.match(line):
@@ -65,11 +66,14 @@ def _inline(name: str, parents: tuple[str, ...]) -> list[str]:
             body.append("")
         elif include is None or include[1] not in names():
             body.append(line)
+            if shifted and _CONDITIONAL.match(line):  # marks inside a false #if did not count
+                body.append(f'#line {number + 1} "{name}"')
         elif include[1] in (*parents, name):
             body.append("")  # a cycle: being inside that file, its guard is already set
         else:
             body += _inline(include[1], (*parents, name))
             body.append(f'#line {number + 1} "{name}"')
+            shifted = True
     if not guarded:
         return [f'#line 1 "{name}"', *body]
     macro = "MOECOMM_INCLUDED_" + re.sub(r"\W", "_", name)
