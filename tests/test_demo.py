@@ -54,9 +54,15 @@ def run_by_reference(problem: Problem, experts: list[list[Expert]]) -> list[Rank
             received[rank] += recvs[rank].counts
             outs[rank].append(back[rank])
     return [
-        RankResult(np.concatenate(out), counts, np.zeros(num_ranks, np.int64))
-        for out, counts in zip(outs, received, strict=True)
+        RankResult(np.concatenate(out), counts, *counted(problem, rank))
+        for rank, (out, counts) in enumerate(zip(outs, received, strict=True))
     ]
+
+
+def counted(problem: Problem, rank: int) -> tuple[list[int], list[int], list[int]]:
+    """What the kernels' counters would say: copies and bytes by destination."""
+    copies = count_traffic(problem, run_plain(problem).routing).per_rank[rank].tolist()
+    return copies, [150 * n for n in copies], [300 * n for n in copies]
 
 
 def hosted_experts(problem: Problem) -> list[list[Expert]]:
@@ -198,10 +204,12 @@ def test_lost_tokens_and_values_that_are_not_finite_are_faults() -> None:
     problem = make_problem()
     ranks = run_by_reference(problem, hosted_experts(problem))
     ranks[2].received[0] += 1
+    ranks[1].copies[0] += 1
     ranks[0].out[0, 0] = np.nan
-    first, second = make_result(problem, ranks).faults
-    assert "not finite" in first
-    assert "did not receive" in second
+    not_finite, lost, copied = make_result(problem, ranks).faults
+    assert "not finite" in not_finite
+    assert "did not receive" in lost
+    assert "one copy per (token, rank)" in copied
 
 
 def test_error_bound_grows_with_the_dtype_of_combine() -> None:

@@ -65,12 +65,15 @@ def _rows_of(recv: Received, local: int, cfg: MoeConfig) -> Any:
     count = int(recv.counts[local])
     if cfg.layout == "batched":
         return local, slice(0, count)
+    assert recv.offsets is not None, "grouped rows come with offsets"
     start = int(recv.offsets[local])
     return slice(start, start + count)
 
 
 def _sum_per_row(recv: Received, experts: Sequence[Expert], cfg: MoeConfig) -> Floats:
     sums = np.zeros(recv.x.shape, np.float32)
+    assert recv.topk_idx is not None, "rank rows come with their routing"
+    assert recv.topk_weights is not None, "the layer gave its weights to dispatch"
     used = int(recv.num_rows[0])
     for local, expert in enumerate(experts):
         rows, slots = np.nonzero(recv.topk_idx[:used] == local)

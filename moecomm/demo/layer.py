@@ -72,11 +72,14 @@ class Problem:
 @dataclass(slots=True)
 class RankResult:
     """What one rank brings back. ``out`` [T, H] of its share; ``seconds`` by phase; ``received``
-    tokens by local expert, ``sent_bytes`` by destination rank, both over all steps."""
+    tokens by local expert; what the kernels counted by destination rank: ``copies`` of tokens,
+    ``dispatch_bytes`` and ``combine_bytes``. Counts are over all steps."""
 
     out: npt.NDArray[Any]
     received: npt.NDArray[np.int64]
-    sent_bytes: npt.NDArray[np.int64]
+    copies: list[int] = field(default_factory=list)
+    dispatch_bytes: list[int] = field(default_factory=list)
+    combine_bytes: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @contextmanager
@@ -93,7 +96,6 @@ def run_rank(group: Group, problem: Problem) -> RankResult:
     result = RankResult(
         out=np.empty((len(share), cfg.hidden), numpy_dtype(cfg.combine_dtype)),
         received=np.zeros(0, np.int64),
-        sent_bytes=np.zeros(group.size, np.int64),
     )
     with result.timed("set up"):
         comm = mc.MoeComm(cfg, group)
@@ -104,7 +106,9 @@ def run_rank(group: Group, problem: Problem) -> RankResult:
             rows = slice(step * cfg.max_tokens, (step + 1) * cfg.max_tokens)
             here = Routing(routing.topk_idx[rows], routing.topk_weights[rows])
             result.out[rows] = _step(comm, x[rows], here, hosted, result)
-        result.sent_bytes += np.asarray(comm.stats()["sent_bytes"], np.int64)
+        stats = comm.stats()
+    result.copies = stats.dispatch_tokens
+    result.dispatch_bytes, result.combine_bytes = stats.dispatch_bytes, stats.combine_bytes
     return result
 
 

@@ -59,8 +59,8 @@ def _facts(result: Result) -> Iterator[tuple[str, str]]:
 
 def _wire(result: Result) -> RenderableType:
     ranks = range(result.options.ranks)
-    sent = [rank.sent_bytes for rank in result.ranks]
-    table = Table(title="Sent to each peer (KiB: dispatch and combine, headers included)", **_LEFT)
+    sent = [np.add(rank.dispatch_bytes, rank.combine_bytes) for rank in result.ranks]
+    table = Table(title="KiB on the wire to each peer, dispatch and combine", **_LEFT)
     table.add_column("from")
     for peer in ranks:
         table.add_column(f"to {peer}", justify="right")
@@ -78,7 +78,7 @@ def _comparison(result: Result) -> RenderableType:
     shared = crossing(result.traffic.per_rank) * row
     single = crossing(result.traffic.per_expert) * row
     if not single:
-        return Text("One rank: nothing crosses to a peer.\n")
+        return Text("Nothing crosses to a peer.\n")
     return Text.assemble(
         "Dispatch sends one copy per (token, rank): ",
         (_size(shared), "bold green"),
@@ -111,7 +111,8 @@ def _load(result: Result, *, ascii_only: bool) -> RenderableType:
         tables.append(table)
     even = load.sum() / cfg.num_experts
     title = Text.assemble(
-        ("Tokens of each expert", "bold"), f" (mean {even:.1f}, most {most}: {most / even:.1f} times)"
+        ("Tokens of each expert", "bold"),
+        f" (mean {even:.1f}, most {most}: {most / even:.1f} times)",
     )
     return Group(title, Columns(tables, padding=(0, 3)), Text())
 

@@ -112,6 +112,8 @@ class Result:
         received = np.concatenate([rank.received for rank in self.ranks])
         if not np.array_equal(received, self.traffic.load):
             found.append("the experts did not receive the tokens that the router sent them")
+        if not np.array_equal([rank.copies for rank in self.ranks], self.traffic.per_rank):
+            found.append("the kernels did not send one copy per (token, rank)")
         return found
 
     def seconds(self, phase: str) -> tuple[float, float]:
