@@ -35,6 +35,8 @@ class Group:
         rank: this process, 0 to ``size - 1``.
         size: number of ranks, 1 to 1024.
         store: anything with ``set``, ``get``, ``add`` and ``delete`` (see ``moecomm.store``).
+        name: tells groups of different members apart that were made on one store; not needed for
+            those of ``subgroup``.
         simulation: the in-process simulation that the ranks live in, or ``None``.
         device: what ``MoeComm`` uses unless it is told otherwise; ``None``: it decides.
         transport: the same for the transport.
@@ -51,6 +53,7 @@ class Group:
         size: int,
         store: Store,
         *,
+        name: str = "",
         simulation: Any = None,
         device: str | None = None,
         transport: str = "auto",
@@ -60,8 +63,9 @@ class Group:
         _check_range("rank", rank, 0, size - 1)
         # Counted in the store rather than here: a second client of the same store, in this
         # process or after a restart of all ranks, must not meet the first one's keys.
-        nth = store.add(f"moecomm/groups/{size}/{rank}", 1)
-        self._setup(rank, size, store, f"moecomm/{size}.{nth}", _Lifetime(on_close))
+        world = f"moecomm/{quote(name, safe='')}.{size}"
+        nth = store.add(f"{world}/rank {rank}", 1)
+        self._setup(rank, size, store, f"{world}.{nth}", _Lifetime(on_close))
         self.simulation = simulation
         self.device = device
         self.transport = transport

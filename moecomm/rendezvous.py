@@ -49,7 +49,7 @@ from moecomm.errors import (
 from moecomm.group import Group
 from moecomm.store import TcpStore
 from moecomm.store_local import LocalStore
-from moecomm.store_server import StoreServer
+from moecomm.store_server import StoreServer, loopback_host
 
 NUM_PORTS: Final = 64
 _MESSAGE_BYTES: Final = 1024  # of the one exchange through torch; unused ones are zero
@@ -117,7 +117,7 @@ def store_address(launcher: Launcher) -> tuple[str, list[int]]:
         port = _number("MASTER_PORT") + 1 if os.environ.get("MASTER_PORT") else base
         return master, _ports(port)
     if launcher.one_machine:
-        return _loopback(), _ports(base)
+        return loopback_host(), _ports(base)
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if launcher.name == "Slurm" and nodes:
         return first_node(nodes), _ports(base)
@@ -263,14 +263,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _loopback() -> str:
-    try:
-        with socket.create_server(("127.0.0.1", 0)):
-            return "127.0.0.1"
-    except OSError:
-        return "::1"
 
 
 def _machine() -> str:

@@ -81,6 +81,7 @@ class StoreServer:
         self._stopping = False
         self._listener = _listen(host, port)
         self._listener.setblocking(False)
+        self.host: str = self._listener.getsockname()[0]
         self.port: int = self._listener.getsockname()[1]
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -271,6 +272,15 @@ class StoreServer:
             for key, events in self._selector.select(0.05):
                 if key.data is not None and events & selectors.EVENT_WRITE:
                     self._send(key.data)
+
+
+def loopback_host() -> str:
+    """The loopback address of this machine: IPv4's unless there is only IPv6."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)):
+            return "127.0.0.1"
+    except OSError:
+        return "::1"
 
 
 def _listen(host: str | None, port: int) -> socket.socket:
