@@ -1,1 +1,9 @@
+"""Runs the project's CUDA C++ kernels on a CPU: many ranks, any interleaving."""
 
+from __future__ import annotations
+
+from moecomm.emulator.errors import CheckFailure, Deadlock, EmulatorError
+from moecomm.emulator.process import ProcessWorld
+from moecomm.emulator.program import EmulatorProgram
+
+__all__ = ["CheckFailure", "Deadlock", "EmulatorError", "EmulatorProgram", "ProcessWorld"]

@@ -1,0 +1,145 @@
+"""Device sources → shared objects for this CPU, compiled once and cached.
+
+Kernels see the ``device_*.hpp`` headers only and compile in about a second; the runtime
+(``runtime.cpp`` with the other headers) is one shared object for all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Final
+
+from moecomm import env
+from moecomm.cache import default_cache, key_of
+from moecomm.errors import CompileError
+
+logger = logging.getLogger(__name__)
+
+# Products and sums stay separately rounded (contract=off), and memory is looked at as several
+# types (no-strict-aliasing), both as in device code. No -march: the cache may be shared.
+FLAGS: Final = (
+    "-O2", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off",
+    "-fno-strict-aliasing", "-fno-math-errno",
+)  # fmt: skip
+PROGRAM_FLAGS: Final = ("-fno-exceptions", "-fno-rtti")
+COMPILERS: Final = ("c++", "g++", "clang++")
+COMPILE_TIMEOUT_S: Final = 300.0
+DEVICE_HEADERS: Final = (
+    "abi.hpp", "device_atomics.hpp", "device_math.hpp", "device_memory.hpp", "device_sync.hpp",
+    "device_types.hpp", "emulator.hpp",
+)  # fmt: skip
+
+
+def include_dir() -> Path:
+    """Return the folder of the emulator's headers."""
+    return Path(str(resources.files("moecomm.emulator"))) / "include"
+
+
+def find_compiler() -> tuple[str, ...]:
+    """Return the C++ compiler as a command: ``MOECOMM_CXX``, ``$CXX``, or the first one found.
+
+    Raises:
+        CompileError: there is none; the message says how to get one.
+    """
+    for named in (env.get("CXX"), os.environ.get("CXX")):
+        command = shlex.split(named or "")
+        if command:
+            if shutil.which(command[0]) is None:
+                raise CompileError(f"the C++ compiler {command[0]!r} (MOECOMM_CXX, CXX) is missing")
+            return tuple(command)
+    for name in COMPILERS:
+        found = shutil.which(name)
+        if found is not None:
+            return (found,)
+    raise CompileError(
+        f"no C++ compiler found (tried {', '.join(COMPILERS)}): the CPU emulator compiles the "
+        f"kernels on first use. Install one: {_install_hint()}; or set MOECOMM_CXX to its path"
+    )
+
+
+def build_program(source: str, name: str, *, checks: bool) -> Path:
+    """Return the shared object of kernels ``source``, which defines the kernel table.
+
+    ``name`` is for messages and for the name of a kept source.
+
+    Raises:
+        CompileError: no compiler, or it refuses; holds its log and the path of the kept source.
+    """
+    flags = (*FLAGS, *PROGRAM_FLAGS, f"-DMOECOMM_EMULATOR_CHECKS={int(checks)}")
+    return _build(source, name, flags, DEVICE_HEADERS)
+
+
+def build_runtime() -> Path:
+    """Return the shared object of the emulator's runtime. Raises as ``build_program``."""
+    headers = sorted(f.name for f in include_dir().glob("*.hpp"))
+    source = (include_dir() / "runtime.cpp").read_text(encoding="utf-8")
+    return _build(source, "emulator_runtime", FLAGS, headers)
+
+
+def _build(source: str, name: str, flags: Sequence[str], headers: Sequence[str]) -> Path:
+    compiler = find_compiler()
+    texts = [(include_dir() / header).read_text(encoding="utf-8") for header in headers]
+    machine = f"{platform.system()} {platform.machine()}"
+    key = key_of(source, *texts, *flags, _compiler_version(compiler), machine)
+
+    def compile_to(path: Path) -> None:
+        _compile(compiler, source, name, flags, path)
+
+    return default_cache().get(key, ".so", compile_to, what=f"emulator program {name}")
+
+
+@functools.cache
+def _compiler_version(compiler: tuple[str, ...]) -> str:
+    try:
+        ran = subprocess.run(
+            [*compiler, "--version"], capture_output=True, text=True, check=False, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompileError(f"the C++ compiler {shlex.join(compiler)} does not run: {error}") from error
+    return ran.stdout
+
+
+def _compile(
+    compiler: tuple[str, ...], source: str, name: str, flags: Sequence[str], output: Path
+) -> None:
+    source_path = output.parent / f"{name}.cpp"
+    source_path.write_text(source, encoding="utf-8")
+    command = [
+        *compiler, *flags, "-I", str(include_dir()), "-o", str(output), str(source_path), "-lm",
+    ]  # fmt: skip
+    logger.debug("compiling %s: %s", name, shlex.join(command))
+    try:
+        ran = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=COMPILE_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _failed(name, f"took over {COMPILE_TIMEOUT_S:.0f} s", "", source) from error
+    if ran.returncode != 0:
+        raise _failed(name, f"exit status {ran.returncode}", ran.stderr, source)
+
+
+def _failed(name: str, why: str, log: str, source: str) -> CompileError:
+    kept = Path(tempfile.mkdtemp(prefix="moecomm-failed-")) / f"{name}.cpp"
+    kept.write_text(source, encoding="utf-8")
+    first = next((line for line in log.splitlines() if "error" in line), "")
+    return CompileError(
+        f"compiling {name} for the CPU failed ({why}): {first}\nsource kept in {kept}",
+        log=log,
+        source_path=str(kept),
+    )
+
+
+def _install_hint() -> str:
+    if platform.system() == "Darwin":
+        return "`xcode-select --install` or `brew install gcc`"
+    return "`apt install g++` (Debian, Ubuntu), `dnf install gcc-c++` (Fedora, RHEL)"

@@ -1,0 +1,99 @@
+// The runtime as a shared object: its C interface, called through ctypes, and the table of calls
+// that device code makes.
+#include "world.hpp"
+
+#include <exception>
+
+namespace emu {
+
+namespace {
+
+u64 api_block_barrier(Thread* t, BarrierOp op, u32 predicate)
+{
+    return world(fiber(t))->block_barrier(fiber(t), op, predicate);
+}
+u64 api_warp(Thread* t, WarpOp op, u32 mask, u64 value, u32 source)
+{
+    return world(fiber(t))->warp(fiber(t), op, mask, value, source);
+}
+void api_preempt(Thread* t) { world(fiber(t))->preempt(fiber(t)); }
+void api_poll(Thread* t) { world(fiber(t))->poll(fiber(t)); }
+u64 api_time_ns(Thread* t)
+{
+    World* w = world(fiber(t));
+    w->virtual_clock.spend(10);  // a loop that only looks at the clock must see it move
+    return w->time_ns();
+}
+void api_note_epoch(Thread* t, u64 epoch)
+{
+    fiber(t)->epoch = epoch;
+    fiber(t)->block->launch->epoch = epoch;
+}
+void api_note_wait(Thread* t, const u64* address, u64 expected)
+{
+    fiber(t)->wait_address = address;
+    fiber(t)->wait_expected = expected;
+}
+void api_fence(Thread*, Scope) {}
+
+}  // namespace
+
+const Api kApi = {
+    api_block_barrier, api_warp, api_preempt, api_poll, api_time_ns, api_note_epoch,
+    api_note_wait, api_fence, nullptr, nullptr, nullptr, nullptr, nullptr,
+};
+
+}  // namespace emu
+
+#define EMU_EXPORT extern "C" __attribute__((visibility("default")))
+
+using emu::World;
+
+EMU_EXPORT World* emu_create(const emu::Options* options) noexcept
+{
+    try {
+        return new World(*options);
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+
+EMU_EXPORT void emu_destroy(World* world) noexcept { delete world; }
+
+// Returns the launch's number, or 0 when there is no memory for it.
+EMU_EXPORT u64 emu_launch(World* world, u32 rank, const emu::Kernel* kernel, const void* args,
+                          const u64* config, u64 config_words, const u32* grid, const u32* block,
+                          u64 shared_bytes) noexcept
+{
+    try {
+        return world->launch(rank, kernel, args, config, config_words,
+                             dim3(grid[0], grid[1], grid[2]), dim3(block[0], block[1], block[2]),
+                             shared_bytes);
+    } catch (const std::exception&) {
+        return 0;
+    }
+}
+
+// Runs until something happens; an Event. At most about `wall_ns` of real time.
+EMU_EXPORT u32 emu_step(World* world, u64 wall_ns, u64 deadline_ns) noexcept
+{
+    return static_cast<u32>(world->step(wall_ns, deadline_ns));
+}
+
+// After Event finished: the number of one finished launch.
+EMU_EXPORT u64 emu_finished(World* world) noexcept { return world->take_finished(); }
+
+EMU_EXPORT void emu_abandon(World* world) noexcept { world->abandon(); }
+
+EMU_EXPORT u64 emu_time_ns(const World* world) noexcept { return world->time_ns(); }
+EMU_EXPORT u64 emu_steps(const World* world) noexcept { return world->steps; }
+
+EMU_EXPORT u32 emu_failure_kind(const World* world) noexcept
+{
+    return static_cast<u32>(world->failure.kind);
+}
+EMU_EXPORT u32 emu_failure_rank(const World* world) noexcept { return world->failure.rank; }
+EMU_EXPORT const char* emu_failure_text(const World* world) noexcept
+{
+    return world->failure.text.c_str();
+}

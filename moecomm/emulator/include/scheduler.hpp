@@ -1,0 +1,143 @@
+// Which fiber runs next.
+//
+// A fiber is ready, polling (it saw that what it waits for is not there yet) or parked at a barrier
+// (then no scheduler knows it). `progress` counts everything that could end some wait: writes, woken
+// and finished fibers. A poller is idle if nothing has happened since its poll began; when all are
+// idle and nobody is ready, only time, or another process, can change anything.
+#pragma once
+
+#include "fiber.hpp"
+
+#include <vector>
+
+namespace emu {
+
+class Scheduler {
+public:
+    virtual ~Scheduler() = default;
+
+    virtual void add(Fiber* f) = 0;   // fresh or preempted: behind all others
+    virtual void wake(Fiber* f) = 0;  // what it waited for has happened: before all others
+    // Next to run; null: nobody, unless time passes or memory changes from outside.
+    virtual Fiber* next() = 0;
+    virtual void repoll() = 0;        // time has passed: all pollers shall look again
+    virtual bool thaw() { return false; }  // lets frozen fibers run again; false: there are none
+    virtual long long fuel() = 0;     // wrapper calls until the running fiber is preempted
+    virtual void clear() = 0;
+    virtual size_t num_polling() const = 0;
+
+    void note_progress() { ++progress_; }
+
+    // `f` has polled: it waits for its turn.
+    void poll(Fiber* f)
+    {
+        if (f->wrote) {
+            f->wrote = 0;
+            note_progress();
+        }
+        f->state = State::polling;
+        f->idle_since = f->poll_began;
+        if (idle_at_ != progress_) {
+            idle_at_ = progress_;
+            num_idle_ = 0;
+        }
+        if (f->idle_since == progress_) ++num_idle_;
+        add_polling(f);
+    }
+
+    // `f` runs now. What a preempted poller has read may be old: only a poll that starts now counts.
+    void resumed(Fiber* f)
+    {
+        if (f->state == State::polling) f->poll_began = progress_;
+        f->state = State::ready;
+        f->fuel = fuel();
+    }
+
+protected:
+    virtual void add_polling(Fiber* f) = 0;
+
+    bool all_idle() const { return idle_at_ == progress_ && num_idle_ == num_polling(); }
+    void forget_idle(const Fiber* f)
+    {
+        if (idle_at_ == progress_ && f->idle_since == progress_) --num_idle_;
+    }
+    void forget_idle() { num_idle_ = 0; }
+
+private:
+    u64 progress_ = 1;
+    u64 idle_at_ = 0;  // the progress for which num_idle_ holds
+    size_t num_idle_ = 0;
+};
+
+class FiberList {
+public:
+    bool empty() const { return !head_; }
+    size_t size() const { return size_; }
+    void push_back(Fiber* f)
+    {
+        f->next = nullptr;
+        if (head_)
+            tail_->next = f;
+        else
+            head_ = f;
+        tail_ = f;
+        ++size_;
+    }
+    void push_front(Fiber* f)
+    {
+        f->next = head_;
+        head_ = f;
+        if (!tail_ || !f->next) tail_ = f;
+        ++size_;
+    }
+    Fiber* pop_front()
+    {
+        Fiber* f = head_;
+        head_ = f->next;
+        if (!head_) tail_ = nullptr;
+        --size_;
+        return f;
+    }
+
+private:
+    Fiber* head_ = nullptr;
+    Fiber* tail_ = nullptr;
+    size_t size_ = 0;
+};
+
+// Runs each fiber until it blocks or polls. Woken fibers go first: their stacks are in the cache.
+class FairScheduler final : public Scheduler {
+public:
+    void add(Fiber* f) override { ready_.push_back(f); }
+    void wake(Fiber* f) override { ready_.push_front(f); }
+    Fiber* next() override
+    {
+        if (ready_.empty()) {
+            if (polling_.empty() || all_idle()) return nullptr;
+            repoll();
+        }
+        return ready_.pop_front();
+    }
+    void repoll() override
+    {
+        while (!polling_.empty()) ready_.push_back(polling_.pop_front());
+        forget_idle();
+    }
+    // Only a loop that waits without poll_pause comes so far.
+    long long fuel() override { return 1 << 16; }
+    void clear() override
+    {
+        ready_ = FiberList();
+        polling_ = FiberList();
+        forget_idle();
+    }
+    size_t num_polling() const override { return polling_.size(); }
+
+private:
+    void add_polling(Fiber* f) override { polling_.push_back(f); }
+
+    FiberList ready_;
+    FiberList polling_;
+};
+
+}  // namespace emu

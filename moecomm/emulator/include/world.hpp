@@ -1,0 +1,392 @@
+// One process's rank, or all ranks of a simulation: launches, and the loop that runs their threads.
+#pragma once
+
+#include "block.hpp"
+#include "clock.hpp"
+#include "scheduler.hpp"
+#include "stacks.hpp"
+#include "warp.hpp"
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace emu {
+
+enum class Event : u32 {
+    budget = 0,    // the time or steps given to this call are used up
+    finished = 1,  // a launch has ended
+    failed = 2,    // see failure()
+    died = 3,      // a fault has stopped a rank
+    deadline = 4,  // a simulation's clock has reached the time given
+    stalled = 5,   // no launch of a living rank is left
+};
+
+enum class FailureKind : u32 { none = 0, deadlock, divergence, step_limit, stack_overflow, misuse };
+
+struct Failure {
+    FailureKind kind = FailureKind::none;
+    u32 rank = 0;
+    std::string text;
+};
+
+struct Options {
+    u32 num_ranks = 1;
+    u32 simulation = 0;  // 0: one rank of several processes, real time
+    u64 seed = 0;        // 0: fair
+    u64 max_steps = 0;   // 0: no limit
+};
+
+extern const Api kApi;
+
+struct World {
+    explicit World(const Options& o) : options(o), scheduler(new FairScheduler) {}
+    ~World() { abandon(); }
+
+    // ---- for the host ---------------------------------------------------------------------------
+    u64 launch(u32 rank, const Kernel* kernel, const void* args, const u64* config,
+               u64 config_words, dim3 grid, dim3 block, u64 shared_bytes);
+    Event step(u64 wall_ns, u64 deadline_ns);
+    u64 take_finished();
+    void abandon();  // drops all launches where they stand
+
+    u64 time_ns() const { return options.simulation ? virtual_clock.now() : machine_time_ns(); }
+
+    // ---- for device code, on a fiber --------------------------------------------------------------
+    u64 block_barrier(Fiber* f, BarrierOp op, u32 predicate);
+    u64 warp(Fiber* f, WarpOp op, u32 mask, u64 value, u32 source);
+    void preempt(Fiber* f);
+    void poll(Fiber* f);
+    void finish(Fiber* f);
+    [[noreturn]] void fail(FailureKind kind, const Fiber* f, const std::string& text);
+
+    Options options;
+    std::unique_ptr<Scheduler> scheduler;
+    Stacks stacks;
+    VirtualClock virtual_clock;
+    Failure failure;
+    std::vector<std::unique_ptr<Launch>> launches;  // not yet finished
+    std::deque<u64> finished;
+    u64 steps = 0;
+
+private:
+    Fiber* take_next();
+    void leave(Fiber* f);
+    void switch_to(Context& from, Fiber* to);
+    void to_main(Context& from) { switch_context(from, main_); }
+    Event idle(u64 deadline_ns);
+    void complete_barrier(Block& b, Fiber* last);
+    void complete_group(Block& b, u32 warp, u32 group, Fiber* last);
+    void leave_warp(Fiber* f);
+    void retire(Launch* launch);
+
+    Context main_;
+    Context nowhere_;         // where a finished fiber's registers go
+    char* zombie_ = nullptr;  // stack of a finished fiber that is still in use
+    u64 stop_at_ = 0;         // steps after which the main loop looks at the clock
+    u64 next_id_ = 1;
+    u64 idle_turns_ = 0;
+    std::vector<std::unique_ptr<Block>> spare_;
+};
+
+inline Fiber* fiber(Thread* t) { return static_cast<Fiber*>(t); }
+inline World* world(const Fiber* f) { return f->block->launch->world; }
+
+// First function on a fresh stack.
+inline void fiber_main()
+{
+    Fiber* f = fiber(self());
+    const Launch* launch = f->block->launch;
+    launch->kernel->run(launch->args.data());
+    world(f)->finish(f);
+}
+
+// ---- launches -------------------------------------------------------------------------------------
+inline u64 World::launch(u32 rank, const Kernel* kernel, const void* args, const u64* config,
+                         u64 config_words, dim3 grid, dim3 block, u64 shared_bytes)
+{
+    std::unique_ptr<Launch> l(new Launch);
+    l->id = next_id_++;
+    l->rank = rank;
+    l->world = this;
+    l->kernel = kernel;
+    l->name = kernel->name;
+    l->args.resize(kernel->args_bytes / 8 + 1);
+    std::memcpy(l->args.data(), args, kernel->args_bytes);
+    l->config.assign(config, config + config_words);
+    l->config.push_back(0);
+    l->grid = grid;
+    l->block = block;
+    l->shared_bytes = shared_bytes;
+    const u64 num_blocks = volume(grid);
+    l->live_threads = num_blocks * volume(block);
+    for (u64 i = 0; i < num_blocks; ++i) {
+        if (spare_.empty()) spare_.emplace_back(new Block);
+        l->blocks.push_back(std::move(spare_.back()));
+        spare_.pop_back();
+        prepare_block(*l->blocks.back(), *l, static_cast<u32>(i), &kApi);
+    }
+    for (auto& b : l->blocks)
+        for (u32 i = 0; i < b->num_threads; ++i) scheduler->add(&b->fibers[i]);
+    scheduler->note_progress();
+    virtual_clock.progressed();
+    launches.push_back(std::move(l));
+    return launches.back()->id;
+}
+
+inline void World::retire(Launch* launch)
+{
+    for (auto& b : launch->blocks) spare_.push_back(std::move(b));
+    for (size_t i = 0; i < launches.size(); ++i)
+        if (launches[i].get() == launch) {
+            launches.erase(launches.begin() + static_cast<std::ptrdiff_t>(i));
+            return;
+        }
+}
+
+inline u64 World::take_finished()
+{
+    const u64 id = finished.front();
+    finished.pop_front();
+    for (auto& l : launches)
+        if (l->id == id) {
+            retire(l.get());
+            break;
+        }
+    return id;
+}
+
+// Device code holds nothing that needs a destructor: its stacks are simply taken back.
+inline void World::abandon()
+{
+    scheduler->clear();
+    while (!launches.empty()) {
+        for (auto& b : launches.back()->blocks)
+            for (u32 i = 0; i < b->num_threads; ++i) {
+                Fiber& f = b->fibers[i];
+                if (f.stack) stacks.give_back(f.stack);
+                f.stack = nullptr;
+            }
+        retire(launches.back().get());
+    }
+    finished.clear();
+}
+
+// ---- the loop ---------------------------------------------------------------------------------------
+inline Fiber* World::take_next()
+{
+    if (steps >= stop_at_ || failure.kind != FailureKind::none) return nullptr;
+    Fiber* f = scheduler->next();
+    if (!f) return nullptr;
+    ++steps;
+    if (options.simulation) virtual_clock.step();
+    scheduler->resumed(f);
+    return f;
+}
+
+inline void World::switch_to(Context& from, Fiber* to)
+{
+    if (to->stack) {
+        switch_context(from, to->context);
+        return;
+    }
+    char* low = stacks.take();
+    to->stack = low;
+    Stacks::set_thread(low, to);
+    enter_stack(from, to->context, low, Stacks::top(low), fiber_main);
+}
+
+// `f` is queued or parked: runs others until its turn comes.
+inline void World::leave(Fiber* f)
+{
+    Fiber* next = take_next();
+    if (next == f) return;
+    if (next)
+        switch_to(f->context, next);
+    else
+        to_main(f->context);
+}
+
+inline Event World::step(u64 wall_ns, u64 deadline_ns)
+{
+    const u64 begin = machine_time_ns();
+    for (;;) {
+        stop_at_ = steps + (1 << 14);
+        if (options.max_steps && stop_at_ > options.max_steps) stop_at_ = options.max_steps;
+        Fiber* f = take_next();
+        if (f) {
+            switch_to(main_, f);
+            if (zombie_) stacks.give_back(zombie_);
+            zombie_ = nullptr;
+            idle_turns_ = 0;
+        }
+        if (failure.kind != FailureKind::none) return Event::failed;
+        if (!finished.empty()) return Event::finished;
+        if (steps < stop_at_) {
+            const Event e = idle(deadline_ns);
+            if (e != Event::budget) return e;
+        }
+        if (machine_time_ns() - begin >= wall_ns) return Event::budget;
+    }
+}
+
+// Nobody is ready.
+inline Event World::idle(u64)
+{
+    if (launches.empty()) return Event::stalled;
+    if (scheduler->num_polling() == 0) {
+        failure.kind = FailureKind::deadlock;
+        failure.text = "deadlock";
+        return Event::failed;
+    }
+    nap(idle_turns_++);
+    scheduler->repoll();
+    return Event::budget;
+}
+
+// ---- what fibers do -----------------------------------------------------------------------------------
+inline void World::preempt(Fiber* f)
+{
+    if (f->wrote) {
+        f->wrote = 0;
+        scheduler->note_progress();
+    }
+    scheduler->add(f);
+    leave(f);
+}
+
+inline void World::poll(Fiber* f)
+{
+    scheduler->poll(f);
+    leave(f);
+}
+
+inline void World::finish(Fiber* f)
+{
+    f->state = State::done;
+    f->wrote = 0;
+    scheduler->note_progress();
+    Block& b = *f->block;
+    --b.alive;
+    if (b.alive && b.barrier.arrived == b.alive) complete_barrier(b, nullptr);
+    leave_warp(f);
+    if (!stacks.intact(f->stack)) {
+        failure.kind = FailureKind::stack_overflow;
+        failure.rank = b.launch->rank;
+        failure.text = "stack overflow";
+    }
+    if (--b.launch->live_threads == 0) finished.push_back(b.launch->id);
+    char* stack = f->stack;
+    f->stack = nullptr;
+    Fiber* next = finished.empty() && kReenterStack ? take_next() : nullptr;
+    if (next) {
+        stacks.give_back(stack);  // `next` may begin on it: nothing here is needed any more
+        switch_to(nowhere_, next);
+    } else {
+        zombie_ = stack;
+        to_main(nowhere_);
+    }
+    __builtin_unreachable();
+}
+
+inline void World::fail(FailureKind kind, const Fiber* f, const std::string& text)
+{
+    failure.kind = kind;
+    failure.rank = f->block->launch->rank;
+    failure.text = text;
+    to_main(nowhere_);
+    __builtin_unreachable();
+}
+
+// ---- barriers and collectives ----------------------------------------------------------------------------
+inline u64 World::block_barrier(Fiber* f, BarrierOp op, u32 predicate)
+{
+    Block& b = *f->block;
+    Barrier& barrier = b.barrier;
+    if (barrier.arrived && barrier.op != op)
+        fail(FailureKind::divergence, f, "threads of a block wait in different kinds of barrier");
+    barrier.op = op;
+    ++barrier.arrived;
+    barrier.count += predicate;
+    if (barrier.arrived == b.alive) {
+        complete_barrier(b, f);
+    } else {
+        f->state = State::at_barrier;
+        leave(f);
+    }
+    return barrier.result;
+}
+
+inline void World::complete_barrier(Block& b, Fiber*)
+{
+    Barrier& barrier = b.barrier;
+    switch (barrier.op) {
+        case BarrierOp::plain: barrier.result = 0; break;
+        case BarrierOp::any: barrier.result = barrier.count != 0; break;
+        case BarrierOp::all: barrier.result = barrier.count == barrier.arrived; break;
+        case BarrierOp::count: barrier.result = barrier.count; break;
+    }
+    barrier.arrived = barrier.count = 0;
+    scheduler->note_progress();
+    for (u32 i = b.num_threads; i-- > 0;) {
+        Fiber& f = b.fibers[i];
+        if (f.state != State::at_barrier) continue;
+        f.state = State::ready;
+        scheduler->wake(&f);
+    }
+}
+
+inline u64 World::warp(Fiber* f, WarpOp op, u32 mask, u64 value, u32 source)
+{
+    Block& b = *f->block;
+    const u32 number = f->index / kWarp;
+    Warp& w = b.warps[number];
+    const u32 bit = 1u << f->lane;
+    if (!(mask & bit)) fail(FailureKind::divergence, f, "a lane is not in its own mask");
+    f->warp_value = value;
+    f->warp_source = source;
+    u32 g = 0;
+    while (g < w.num_groups && w.groups[g].mask != mask) ++g;
+    if (g == w.num_groups) w.groups[w.num_groups++] = {mask, 0, op};
+    WarpGroup& group = w.groups[g];
+    if (group.op != op)
+        fail(FailureKind::divergence, f, "lanes of a mask wait in different collectives");
+    group.arrived |= bit;
+    if (group.arrived == (mask & w.alive)) {
+        complete_group(b, number, g, f);
+    } else {
+        f->state = State::at_warp;
+        leave(f);
+    }
+    return f->warp_result;
+}
+
+inline void World::complete_group(Block& b, u32 warp, u32 g, Fiber* last)
+{
+    Warp& w = b.warps[warp];
+    const WarpGroup group = w.groups[g];
+    w.groups[g] = w.groups[--w.num_groups];
+    Fiber* lanes = &b.fibers[warp * kWarp];
+    compute_results(group.op, lanes, group.arrived);
+    scheduler->note_progress();
+    for (u32 lane = kWarp; lane-- > 0;) {
+        Fiber& f = lanes[lane];
+        if (!(group.arrived >> lane & 1) || &f == last) continue;
+        f.state = State::ready;
+        scheduler->wake(&f);
+    }
+}
+
+// `f` has ended: others no longer wait for it.
+inline void World::leave_warp(Fiber* f)
+{
+    const u32 number = f->index / kWarp;
+    Warp& w = f->block->warps[number];
+    w.alive &= ~(1u << f->lane);
+    for (u32 g = w.num_groups; g-- > 0;)
+        if (w.groups[g].arrived == (w.groups[g].mask & w.alive))
+            complete_group(*f->block, number, g, nullptr);
+}
+
+}  // namespace emu
