@@ -19,6 +19,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.nn.functional import linear, silu
 from transformers import DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -137,13 +138,14 @@ class ShardedBlock:
 
     def _experts(self, recv: mc.Received) -> torch.Tensor:
         """Every local expert over its rows of the grouped layout: y, shaped like recv.x."""
+        assert recv.offsets is not None  # only layout="rank" has none
         y = torch.zeros_like(recv.x)
-        for expert, count in enumerate(recv.counts.tolist()):
-            start = int(recv.offsets[expert])
-            rows = recv.x[start : start + count]
-            gate, up = torch.nn.functional.linear(rows, self.gate_up[expert]).chunk(2, dim=-1)
-            inner = torch.nn.functional.silu(gate) * up
-            y[start : start + count] = torch.nn.functional.linear(inner, self.down[expert])
+        starts, counts = recv.offsets[:-1].tolist(), recv.counts.tolist()
+        experts = zip(self.gate_up, self.down, starts, counts, strict=True)
+        for gate_up, down, start, count in experts:
+            rows = slice(start, start + count)
+            gate, up = linear(recv.x[rows], gate_up).chunk(2, dim=-1)
+            y[rows] = linear(silu(gate) * up, down)
         return y
 
 
