@@ -12,6 +12,7 @@ an object of theirs cannot exist without them.
 from __future__ import annotations
 
 import sys
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -118,14 +119,9 @@ def _view_torch(tensor: Any, name: str, torch: Any) -> ArrayView:
         )
     if tensor.is_neg():  # the sign is not in memory yet
         tensor = tensor.resolve_neg()
-    try:
-        pointer = tensor.data_ptr()
-    except RuntimeError as error:
-        raise ConfigError(
-            f"{name} is a {type(tensor).__name__} without memory of its own: {error}"
-        ) from error
+    pointer = _torch_pointer(tensor, torch)
     if not pointer and tensor.numel():
-        raise ConfigError(f"{name} is a {type(tensor).__name__} without memory of its own")
+        raise ConfigError(f"{name} is a {type(tensor).__name__}, without memory of its own")
     step = tensor.element_size()
     return ArrayView(
         pointer=pointer,
@@ -136,6 +132,18 @@ def _view_torch(tensor: Any, name: str, torch: Any) -> ArrayView:
         kind="torch",
         owner=tensor,
     )
+
+
+def _torch_pointer(tensor: Any, torch: Any) -> int:
+    """Address of the first element, 0 where a subclass (fake, distributed) has no memory."""
+    if type(tensor) is torch.Tensor:
+        return int(tensor.data_ptr())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a fake tensor warns and says 0
+        try:
+            return int(tensor.data_ptr())
+        except RuntimeError:
+            return 0
 
 
 def _view_cupy(array: Any) -> ArrayView:
