@@ -11,6 +11,7 @@ an object of theirs cannot exist without them.
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class ArrayView:
 
     @property
     def num_elements(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
 
 def device_text(device: Device) -> str:

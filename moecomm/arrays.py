@@ -135,6 +135,8 @@ def kernel_ready(found: ArrayView, name: str, *, column_stride: bool = False) ->
 def plain_strides(found: ArrayView) -> ArrayView:
     """The same elements, with the strides over extents of 0 or 1, which mean nothing, set to what
     C order has there."""
+    if min(found.shape, default=1) > 1:
+        return found
     plain = contiguous_strides(found.shape, dtypes.itemsize(found.dtype))
     empty = found.num_elements == 0
     strides = tuple(

@@ -211,6 +211,8 @@ def _check_shape(
     name: str, found: ArrayView, expected: tuple[int | None, ...], meaning: str
 ) -> None:
     """``None`` extents are free."""
+    if found.shape == expected:
+        return
     fits = len(found.shape) == len(expected) and all(
         want is None or have == want for have, want in zip(found.shape, expected, strict=True)
     )
