@@ -1,3 +1,88 @@
-"""moecomm"""
+"""Mixture-of-Experts dispatch and combine for expert-parallel models.
+
+>>> import moecomm as mc
+>>> cfg = mc.MoeConfig(num_experts=8, top_k=2, hidden=64, max_tokens=16)
+
+``mc.run(fn, num_ranks)`` starts local ranks, each of which builds a ``mc.MoeComm(cfg, group)``.
+Importing the package needs numpy alone; everything else is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from moecomm import reference
+    from moecomm.comm import MoeComm
+    from moecomm.config import MoeConfig
+    from moecomm.errors import (
+        CompileError,
+        ConfigError,
+        DtypeError,
+        MoecommError,
+        Overflow,
+        PeerTimeout,
+        StateError,
+        TransportError,
+        TransportUnavailable,
+    )
+    from moecomm.group import Group
+    from moecomm.handle import Handle, Received
+    from moecomm.layout import Layout
+    from moecomm.run import run
+    from moecomm.stats import Stats
+
+_ERRORS = (
+    "CompileError", "ConfigError", "DtypeError", "MoecommError", "Overflow", "PeerTimeout",
+    "StateError", "TransportError", "TransportUnavailable",
+)  # fmt: skip
+_HOME = {
+    "Group": "group",
+    "Handle": "handle",
+    "Layout": "layout",
+    "MoeComm": "comm",
+    "MoeConfig": "config",
+    "Received": "handle",
+    "Stats": "stats",
+    "run": "run",
+    **dict.fromkeys(_ERRORS, "errors"),
+}
+
+__all__ = [
+    "CompileError",
+    "ConfigError",
+    "DtypeError",
+    "Group",
+    "Handle",
+    "Layout",
+    "MoeComm",
+    "MoeConfig",
+    "MoecommError",
+    "Overflow",
+    "PeerTimeout",
+    "Received",
+    "StateError",
+    "Stats",
+    "TransportError",
+    "TransportUnavailable",
+    "__version__",
+    "reference",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "reference":
+        return importlib.import_module("moecomm.reference")
+    if name not in _HOME:
+        raise AttributeError(f"module 'moecomm' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"moecomm.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -48,6 +48,11 @@ VARIABLES: Final = (
         "C++ compiler that builds the kernels for the CPU emulator",
     ),
     Variable(
+        "POISON",
+        "0",
+        "1 fills the CPU's buffers with 0x7F bytes (NaN in every float type) before first use",
+    ),
+    Variable(
         "STORE",
         "MASTER_ADDR:MASTER_PORT of the launcher",
         "host:port where the ranks of Group.from_env meet; IPv6 as [::1]:29500",

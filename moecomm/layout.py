@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import Final
 
 from moecomm.config import MAX_RANKS, MoeConfig
+from moecomm.dtypes import itemsize
 from moecomm.errors import ConfigError
 
-ITEMSIZE: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 ALIGN: Final = 128  # a cache line: no two regions share one
 WORD: Final = 8
 MAX_ROWS: Final = 2**31 - 1  # row numbers are int32 for the caller (grouped GEMM kernels want that)
@@ -129,15 +129,22 @@ class Layout:
         padded = rows + min(num_local, rows) * (cfg.expert_alignment - 1)
         return min(padded, num_local * round_up(tokens, cfg.expert_alignment))
 
+    @cached_property
+    def recv_shape(self) -> tuple[int, ...]:
+        """Shape of ``recv.x``, and of ``y``."""
+        if self.cfg.layout == "batched":
+            return self.num_local_experts, self.expert_capacity, self.cfg.hidden
+        return self.recv_rows, self.cfg.hidden
+
     # ---- bytes ---------------------------------------------------------------------------
 
     @cached_property
     def wire_row_bytes(self) -> int:
-        return self.cfg.hidden * ITEMSIZE[self.cfg.dispatch_dtype]
+        return self.cfg.hidden * itemsize(self.cfg.dispatch_dtype)
 
     @cached_property
     def combine_row_bytes(self) -> int:
-        return self.cfg.hidden * ITEMSIZE[self.cfg.combine_dtype]
+        return self.cfg.hidden * itemsize(self.cfg.combine_dtype)
 
     @cached_property
     def record_scale_offset(self) -> int:
@@ -178,14 +185,18 @@ class Layout:
 
     @cached_property
     def head_words(self) -> int:
-        """Words a source tells each rank: its number of records, then counts.
+        """Words a source tells each rank: its number of records, then a count per local expert.
 
-        Without a cap: of that rank's experts. With a cap every rank must see every count, so
-        that all of them find the same overflow: of all ranks (``rank``) or of all experts.
+        With a cap every rank must find the same overflow, so each also learns everybody's
+        counts: of all ranks (``rank`` layout) or of all experts.
         """
+        return 1 + self.max_local_experts + self.cap_words
+
+    @property
+    def cap_words(self) -> int:
         if not self.capped:
-            return 1 + self.max_local_experts
-        return 1 + (self.num_ranks if self.cfg.layout == "rank" else self.cfg.num_experts)
+            return 0
+        return self.num_ranks if self.cfg.layout == "rank" else self.cfg.num_experts
 
     # ---- arenas --------------------------------------------------------------------------
 
@@ -277,6 +288,7 @@ class Layout:
             "CAPPED": int(self.capped),
             "CHECK_VALUES": int(cfg.check_values),
             "HEAD_WORDS": self.head_words,
+            "CAP_WORDS": self.cap_words,
             "PLACES": self.combine_places,
             "WIRE_ROW_BYTES": self.wire_row_bytes,
             "RECORD_BYTES": self.record_bytes,

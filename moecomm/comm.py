@@ -1,0 +1,386 @@
+"""``MoeComm``: dispatch and combine over a group of ranks, each in two halves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from types import TracebackType
+from typing import Any
+
+from moecomm import arrays, checks, runtime
+from moecomm.agreement import agree
+from moecomm.arrays import ArrayView
+from moecomm.config import MoeConfig
+from moecomm.errors import PeerTimeout, StateError
+from moecomm.group import Group
+from moecomm.handle import Handle, Received, State
+from moecomm.kernels.args import STATUS_FAILURE, STATUS_OVERFLOW, STATUS_VALUE, Args
+from moecomm.layout import Layout
+from moecomm.received import received_views
+from moecomm.reports import failure_of, overflow_of, value_error_of
+from moecomm.runtime.base import as_stream
+from moecomm.stats import Stats, read_stats
+from moecomm.values import check_values
+
+logger = logging.getLogger(__name__)
+
+
+class MoeComm:
+    """Dispatch and combine for one MoE layer shape on every rank of ``group``.
+
+    Construction is collective: configurations are compared, kernels compiled, memory shared. The
+    halves only launch. All ranks call the halves in the same order.
+
+    Args:
+        cfg: the exchange; must be equal on all ranks.
+        group: the ranks that take part.
+        transport: how bytes reach a peer; ``"auto"`` picks and logs why.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; ``None``: what the group was started for.
+        kernels: ``"auto"`` or ``"cuda"``.
+
+    Raises:
+        ConfigError: an argument is wrong, or ranks differ in one (on every rank).
+        TransportUnavailable: the transport cannot be used here.
+        CompileError: a kernel does not compile.
+        PeerTimeout: a rank did not come within ``cfg.timeout_s``.
+    """
+
+    def __init__(
+        self,
+        cfg: MoeConfig,
+        group: Group,
+        transport: str = "auto",
+        device: str | None = None,
+        kernels: str = "auto",
+    ) -> None:
+        self.config = cfg
+        self.group = group
+        self.layout = Layout(cfg, group.size, group.rank)
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._slots: list[Handle | None] = [None] * cfg.in_flight
+        self._serial = 0
+        self._failure: PeerTimeout | None = None
+        self._closed = False
+        kernels = runtime.choose_kernels(kernels)
+        agree(group, cfg, {"kernels": kernels, "transport": transport}, cfg.timeout_s)
+        self._runtime = runtime.open_runtime(self.layout, group, transport, device)
+        self.device = self._runtime.device
+        group.barrier(cfg.timeout_s)
+        logger.info("rank %d of %d: ready on %s", group.rank, group.size, self.device)
+
+    # ---- the four halves -----------------------------------------------------------------
+
+    def dispatch_send(
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any = None,
+        x_scale: Any = None,
+        num_tokens: Any = None,
+        stream: Any = None,
+    ) -> Handle:
+        """Send every token to the ranks that host its experts.
+
+        Args:
+            x: [T, H], ``dispatch_dtype``; for fp8 also bf16, fp16 or fp32, cast on the way.
+            topk_idx: [T, K] int32 or int64; -1: no expert. An expert named twice in a row gets
+                the token once, and its weights add.
+            topk_weights: [T, K] float32 (bf16 and fp16 are converted); needed here when
+                ``reduce="sender"``, else here or at combine.
+            x_scale: [T, S] float32, any strides; with fp8 ``x`` and ``scale_block``.
+            num_tokens: int32 [1] on the device; rows from there on do not exist.
+            stream: CUDA stream; ``None``: the current one.
+
+        Raises:
+            ConfigError: an argument breaks its rule; nothing was sent.
+            StateError: ``in_flight`` handles are open, or the communicator is closed.
+            PeerTimeout: a rank still has not read what this slot carried last.
+        """
+        with self._lock:
+            self._check_usable("dispatch_send")
+            slot = self._free_slot()
+            given = checks.check_dispatch_inputs(
+                self.config, x, topk_idx, topk_weights, x_scale, num_tokens, self.device
+            )
+            if self._runtime.synchronous and self.config.check_values:
+                check_values(self.config, given)
+            handle = Handle(
+                self, slot, self._serial, given.num_rows, given.kind, topk_weights is not None
+            )
+            args = self._args(handle)
+            _set_rows(args, "x", given.x)
+            _set_strided(args, "topk_idx", given.topk_idx)
+            args.topk_idx_bytes = 8 if given.topk_idx.dtype == "int64" else 4
+            if given.topk_weights is not None:
+                _set_strided(args, "topk_weights", given.topk_weights)
+            if given.x_scale is not None:
+                args.x_scale = given.x_scale.pointer
+                args.x_scale_row_stride, args.x_scale_col_stride = given.x_scale.strides_bytes
+            if given.num_tokens is not None:
+                args.num_tokens = given.num_tokens.pointer
+            args.max_rows = given.num_rows
+            self._slots[slot] = handle
+            self._serial += 1
+            self._launch("dispatch_send", args, handle, stream, given.x_code)
+            return handle
+
+    def dispatch_recv(self, handle: Handle, stream: Any = None) -> Received:
+        """Wait for the tokens sent to this rank's experts.
+
+        Raises:
+            StateError: not the next half of this handle.
+            PeerTimeout: a rank did not send in time.
+            Overflow: ``max_recv_tokens`` is too small; the same on every rank.
+        """
+        with self._lock:
+            self._check_usable("dispatch_recv")
+            handle.expect(self, State.SENT, "dispatch_recv")
+            self._launch("dispatch_recv", self._args(handle), handle, stream)
+            handle.state = State.RECEIVED
+            return received_views(self.layout, handle, self._runtime)
+
+    def combine_send(self, y: Any, handle: Handle, stream: Any = None) -> None:
+        """Send the experts' outputs back to the tokens' ranks.
+
+        Args:
+            y: ``combine_dtype``, shape and row order of ``recv.x``. In the ``rank`` layout each
+                row is already weighted and summed over the local experts.
+
+        Raises:
+            ConfigError: ``y`` breaks a rule.
+            StateError: not the next half of this handle.
+        """
+        with self._lock:
+            self._check_usable("combine_send")
+            handle.expect(self, State.RECEIVED, "combine_send")
+            rows = checks.check_combine_inputs(self.config, y, self.layout.recv_shape, self.device)
+            args = self._args(handle)
+            _set_rows(args, "y", rows)
+            self._launch("combine_send", args, handle, stream)
+            handle.state = State.RETURNED
+
+    def combine_recv(
+        self,
+        handle: Handle,
+        topk_weights: Any = None,
+        out: Any = None,
+        accumulate: bool = False,
+        stream: Any = None,
+    ) -> Any:
+        """Wait for the experts' outputs and sum them: one row per token.
+
+        Args:
+            topk_weights: [T, K]; ``None``: those given to dispatch.
+            out: [T, H] ``combine_dtype``, written in place; ``None``: a new array of ``x``'s kind.
+            accumulate: add to ``out``, in fp32, rounded once.
+
+        Returns:
+            [T, H] of ``combine_dtype``. Tokens without experts are 0. Rows past ``num_tokens``
+            are left as they are.
+
+        Raises:
+            ConfigError, StateError, PeerTimeout: as for the other halves.
+        """
+        with self._lock:
+            self._check_usable("combine_recv")
+            handle.expect(self, State.RETURNED, "combine_recv")
+            weights = checks.check_combine_weights(
+                self.config,
+                topk_weights,
+                handle.num_rows,
+                self.device,
+                given_at_dispatch=handle.weights_given,
+            )
+            found = checks.check_out(self.config, out, handle.num_rows, accumulate, self.device)
+            if found is None:
+                shape = (handle.num_rows, self.config.hidden)
+                dtype = self.config.combine_dtype
+                out = arrays.empty_like_kind(handle.kind, shape, dtype, self.device)
+                found = arrays.view(out, "out")
+            args = self._args(handle)
+            if weights is not None:
+                _set_strided(args, "topk_weights", weights)
+            _set_rows(args, "out", found)
+            args.accumulate = accumulate
+            self._launch("combine_recv", args, handle, stream)
+            self._free(handle, State.CLOSED)
+            return out
+
+    # ---- both halves in one call -----------------------------------------------------------
+
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any = None,
+        x_scale: Any = None,
+        num_tokens: Any = None,
+        stream: Any = None,
+    ) -> Received:
+        """``dispatch_send`` and ``dispatch_recv``."""
+        handle = self.dispatch_send(x, topk_idx, topk_weights, x_scale, num_tokens, stream)
+        return self.dispatch_recv(handle, stream)
+
+    def combine(
+        self,
+        y: Any,
+        handle: Handle,
+        topk_weights: Any = None,
+        out: Any = None,
+        accumulate: bool = False,
+        stream: Any = None,
+    ) -> Any:
+        """``combine_send`` and ``combine_recv``."""
+        self.combine_send(y, handle, stream)
+        return self.combine_recv(handle, topk_weights, out, accumulate, stream)
+
+    # ---- looking and leaving -----------------------------------------------------------------
+
+    def expert_range(self, rank: int) -> range:
+        """Global ids of the experts on ``rank``."""
+        return self.layout.expert_range(rank)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Device memory this communicator holds on this rank."""
+        return self._runtime.memory_bytes
+
+    def check(self) -> None:
+        """Raise what a kernel reported. Never blocks.
+
+        Raises:
+            PeerTimeout: from then on from every half, too: the group has lost a step.
+            Overflow, ConfigError: once; the handle it concerns is closed.
+        """
+        with self._lock:
+            self._check_failure()
+            if not self._closed:
+                self._check_handles()
+
+    def stats(self) -> Stats:
+        """Counters since construction; on a GPU this synchronises."""
+        with self._lock:
+            self._check_open("stats")
+            return read_stats(self.layout, self._runtime)
+
+    def release(self, handle: Handle) -> None:
+        """Close ``handle`` without combining; ``handle.close()`` is the same."""
+        with self._lock:
+            if handle.state in (State.CLOSED, State.FAILED) or self._closed or self._failure:
+                return
+            if handle.state is State.SENT:  # peers must learn that its records are read
+                self._launch("dispatch_recv", self._args(handle), handle, None)
+            self._free(handle, State.CLOSED)
+
+    def close(self) -> None:
+        """Let go of everything. Idempotent; not collective; peers that still wait time out."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for handle in self._slots:
+                if handle is not None:
+                    self._free(handle, State.CLOSED)
+            self._runtime.close()
+
+    def __enter__(self) -> MoeComm:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _args(self, handle: Handle) -> Args:
+        run = self._runtime
+        return Args(
+            local=run.local,
+            symmetric=run.symmetric,
+            status=run.status_address,
+            rank=self.group.rank,
+            slot=handle.slot,
+            num_local=self.layout.num_local_experts,
+            first_expert=self.layout.expert_range(self.group.rank).start,
+            timeout_ns=int(self.config.timeout_s * 1e9),
+        )
+
+    def _launch(
+        self, stage: str, args: Args, handle: Handle, stream: Any, input_code: int = 0
+    ) -> None:
+        self._runtime.launch(stage, args, handle.num_rows, input_code, as_stream(stream))
+        if self._runtime.synchronous:
+            self.check()
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise StateError(f"{call}: this MoeComm is closed")
+        if os.getpid() != self._pid:
+            raise StateError(
+                f"{call}: this MoeComm belongs to process {self._pid}; a forked child must make "
+                "its own group and MoeComm"
+            )
+
+    def _check_usable(self, call: str) -> None:
+        self._check_open(call)
+        self._check_failure()
+
+    def _free_slot(self) -> int:
+        """The lowest: all ranks open and free handles in one order, so all find the same."""
+        for slot, handle in enumerate(self._slots):
+            if handle is None:
+                return slot
+        raise StateError(
+            f"dispatch_send: in_flight={self.config.in_flight} handles are open; combine or close "
+            "one first, or raise in_flight on every rank"
+        )
+
+    def _free(self, handle: Handle, state: State) -> None:
+        handle.state = state
+        if self._slots[handle.slot] is handle:
+            self._slots[handle.slot] = None
+
+    def _check_failure(self) -> None:
+        """Raise what broke the communicator, now and from now on."""
+        if self._failure is None and not self._closed:
+            status = self._runtime.statuses()[STATUS_FAILURE]
+            if status.code:
+                self._failure = failure_of(status)
+                logger.error("rank %d: %s", self.group.rank, self._failure)
+        if self._failure is not None:
+            raise self._failure
+
+    def _check_handles(self) -> None:
+        """Raise, once, what concerns one handle; where launches are synchronous, close it.
+
+        Halves of an asynchronous device do not look here: their peers count on this rank's
+        part of the step, and the kernels of a step that overflowed do nothing but keep in step.
+        """
+        readers = {STATUS_VALUE: value_error_of, STATUS_OVERFLOW: overflow_of}
+        for which, error_of in readers.items():
+            status = self._runtime.statuses()[which]
+            if status.code:
+                error = error_of(self.config, status)
+                status.code = 0
+                handle = self._slots[status.slot]
+                if handle is not None and self._runtime.synchronous:
+                    self._free(handle, State.FAILED)
+                raise error
+
+
+def _set_strided(args: Args, name: str, found: ArrayView) -> None:
+    setattr(args, name, found.pointer)
+    setattr(args, f"{name}_stride", found.strides_bytes[0])
+
+
+def _set_rows(args: Args, name: str, found: ArrayView) -> None:
+    """A matrix of rows, and whether each starts on a 16-byte boundary."""
+    _set_strided(args, name, found)
+    aligned = found.pointer % 16 == 0 and found.strides_bytes[0] % 16 == 0
+    setattr(args, f"{name}_aligned", aligned)

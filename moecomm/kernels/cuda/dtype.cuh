@@ -1,0 +1,158 @@
+// Element types of rows: conversions between 16-byte chunks of a row and floats.
+//
+// INPUT_DTYPE, WIRE_DTYPE and COMBINE_DTYPE (DTYPE_*) are set per compile.
+#pragma once
+#include "common.cuh"
+
+#define DTYPE_BF16 0
+#define DTYPE_F16 1
+#define DTYPE_F32 2
+#define DTYPE_F8E4M3 3
+
+template <int D>
+struct Bits;  // the unsigned integer that holds one element
+template <>
+struct Bits<DTYPE_BF16> {
+    typedef u16 type;
+};
+template <>
+struct Bits<DTYPE_F16> {
+    typedef u16 type;
+};
+template <>
+struct Bits<DTYPE_F32> {
+    typedef u32 type;
+};
+template <>
+struct Bits<DTYPE_F8E4M3> {
+    typedef u8 type;
+};
+
+// 16 bytes of a row, also as words and elements.
+union Chunk {
+    uint4 v4;
+    u32 u32s[4];
+    u16 u16s[8];
+    u8 u8s[16];
+};
+
+DEVICE u8& element(Chunk& c, u32 i, u8) { return c.u8s[i]; }
+DEVICE u16& element(Chunk& c, u32 i, u16) { return c.u16s[i]; }
+DEVICE u32& element(Chunk& c, u32 i, u32) { return c.u32s[i]; }
+
+DEVICE uint4 zero_chunk()
+{
+    uint4 z;
+    z.x = z.y = z.z = z.w = 0;
+    return z;
+}
+
+// ---- half precision -----------------------------------------------------------------------
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+DEVICE float half_to_float(u16 h)
+{
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+    return f;
+}
+
+DEVICE u16 float_to_half(float f)
+{
+    u16 h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+    return h;
+}
+#else
+DEVICE float half_to_float(u16 h)
+{
+    const u32 sign = (u32)(h & 0x8000u) << 16, rest = h & 0x7fffu;
+    if (rest >= 0x7c00u) return __uint_as_float(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
+    // Scaled by 2^-112 the exponent field of a half reads as that of a float, subnormals too.
+    const float scaled = __uint_as_float(rest << 13) * 0x1p112f;
+    return __uint_as_float(sign | __float_as_uint(scaled));
+}
+
+DEVICE u16 float_to_half(float f)
+{
+    const u32 bits = __float_as_uint(f), sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu;
+    if (rest > 0x7f800000u) return (u16)0x7fffu;
+    if (rest >= 0x477ff000u) return (u16)(sign | 0x7c00u);
+    if (rest < 0x38800000u)  // subnormal: adding 0.5 leaves steps of 2^-24, rounded to even
+        return (u16)(sign | (__float_as_uint(__uint_as_float(rest) + 0.5f) - 0x3f000000u));
+    return (u16)(sign | (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1)) >> 13);
+}
+#endif
+
+DEVICE float bfloat_to_float(u16 b) { return __uint_as_float((u32)b << 16); }
+
+DEVICE u16 float_to_bfloat(float f)
+{
+    const u32 bits = __float_as_uint(f);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (u16)(bits >> 16 | 0x40u);
+    return (u16)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
+// ---- fp8 e4m3 (no infinity): round to nearest even, saturate at 448 --------------------------
+DEVICE u8 float_to_e4m3(float f)
+{
+    const u32 bits = __float_as_uint(f), sign = bits >> 24 & 0x80u, rest = bits & 0x7fffffffu;
+    if (rest > 0x7f800000u) return (u8)0x7fu;
+    if (rest >= 0x43e00000u) return (u8)(sign | 0x7eu);
+    if (rest < 0x3c800000u)  // below 2^-6: adding 2^14 leaves steps of 2^-9, rounded to even
+        return (u8)(sign | (__float_as_uint(__uint_as_float(rest) + 16384.0f) - 0x46800000u));
+    return (u8)(sign | (rest - 0x3c000000u + 0x7ffffu + (rest >> 20 & 1)) >> 20);
+}
+
+template <int D>
+DEVICE float decode(typename Bits<D>::type bits)
+{
+    if constexpr (D == DTYPE_BF16) return bfloat_to_float(bits);
+    if constexpr (D == DTYPE_F16) return half_to_float(bits);
+    if constexpr (D == DTYPE_F32) return __uint_as_float(bits);
+    return 0.0f;
+}
+
+template <int D>
+DEVICE typename Bits<D>::type encode(float f)
+{
+    if constexpr (D == DTYPE_BF16) return float_to_bfloat(f);
+    if constexpr (D == DTYPE_F16) return float_to_half(f);
+    if constexpr (D == DTYPE_F32) return __float_as_uint(f);
+    return float_to_e4m3(f);
+}
+
+// ---- chunks of rows in memory ---------------------------------------------------------------
+template <int D>
+struct Row {
+    typedef typename Bits<D>::type Elem;
+    static constexpr u32 kElems = 16 / sizeof(Elem);  // of one chunk
+
+    // Chunk `c` of a row of HIDDEN elements; zeros past its end. `aligned`: rows start on
+    // 16-byte boundaries. Else, and in the last partial chunk, elements go one at a time.
+    static DEVICE Chunk load(const void* row, u64 c, bool aligned)
+    {
+        Chunk chunk;
+        const u64 first = c * kElems;
+        if (aligned && first + kElems <= HIDDEN) {
+            chunk.v4 = ld_v4((const u8*)row + c * 16);
+            return chunk;
+        }
+        chunk.v4 = zero_chunk();
+        for (u32 i = 0; i < kElems; ++i)
+            if (first + i < HIDDEN) element(chunk, i, Elem()) = ld((const Elem*)row + first + i);
+        return chunk;
+    }
+
+    static DEVICE void store(void* row, u64 c, Chunk chunk, bool aligned)
+    {
+        const u64 first = c * kElems;
+        if (aligned && first + kElems <= HIDDEN) {
+            st_v4((u8*)row + c * 16, chunk.v4);
+            return;
+        }
+        for (u32 i = 0; i < kElems; ++i)
+            if (first + i < HIDDEN) st((Elem*)row + first + i, element(chunk, i, Elem()));
+    }
+
+    static DEVICE u64 num_chunks() { return (HIDDEN + kElems - 1) / kElems; }
+};

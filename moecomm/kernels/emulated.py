@@ -1,0 +1,62 @@
+"""Launching the stages in the emulator."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from moecomm.emulator import EmulatorProgram, ProcessWorld
+from moecomm.kernels import source
+from moecomm.kernels.args import Args
+from moecomm.kernels.geometry import EMULATOR, Machine, geometry
+from moecomm.kernels.stages import STAGES, emulator_defines, emulator_table, source_name
+from moecomm.layout import Layout
+
+if TYPE_CHECKING:
+    from moecomm.emulator.simulation import Simulation
+
+
+class EmulatedKernels:
+    """The stages of one communicator, run on this process's CPU to their end.
+
+    In a simulation its scheduler runs them, interleaved with the other ranks' kernels; otherwise
+    the other ranks are other processes or threads.
+    """
+
+    def __init__(
+        self, layout: Layout, simulation: Simulation | None, machine: Machine = EMULATOR
+    ) -> None:
+        self._layout = layout
+        self._table = emulator_table(layout)
+        self._simulation = simulation
+        self._machine = machine
+        self._worlds: dict[EmulatorProgram, ProcessWorld] = {}
+        checks = simulation is not None and simulation.checks
+        for stage in STAGES[1:]:  # dispatch_send: when the input's dtype is known
+            self._program(stage, 0).prepare(checks=checks)
+
+    def launch(self, stage: str, args: Args, num_tokens: int, input_code: int) -> None:
+        """Run one stage. Raises what the emulator finds: ``Deadlock``, ``CheckFailure``."""
+        shape = geometry(stage, self._layout, self._machine, num_tokens)
+        program = self._program(stage, input_code)
+        launch = (stage, bytes(args), shape.blocks, shape.threads, shape.shared_bytes)
+        if self._simulation is not None:
+            self._simulation.launch(self._layout.rank, program, self._table, *launch)
+            return
+        if program not in self._worlds:
+            self._worlds[program] = ProcessWorld(program, self._table)
+        self._worlds[program].launch(*launch)
+
+    def close(self) -> None:
+        """Idempotent."""
+        while self._worlds:
+            self._worlds.popitem()[1].close()
+
+    def _program(self, stage: str, input_code: int) -> EmulatorProgram:
+        defines = emulator_defines(self._layout, stage, input_code)
+        return _program(stage, tuple(defines.items()))
+
+
+@functools.cache
+def _program(stage: str, defines: tuple[tuple[str, int | str], ...]) -> EmulatorProgram:
+    return EmulatorProgram(source.bundle(source_name(stage), dict(defines)), name=stage)

@@ -1,0 +1,114 @@
+"""The four stages of the direct protocol: which source, and what each is compiled with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from moecomm import dtypes
+from moecomm.config import MoeConfig
+from moecomm.kernels.geometry import SMEM_STRUCT_BYTES
+from moecomm.layout import Layout
+
+STAGES: Final = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
+CAST_INPUTS: Final = ("bfloat16", "float16", "float32")
+
+
+def source_name(stage: str) -> str:
+    return f"{stage}.cu"
+
+
+def input_codes(cfg: MoeConfig) -> list[int]:
+    """Element types that ``x`` may have: each is a dispatch_send of its own."""
+    wire = dtypes.code(cfg.dispatch_dtype)
+    casts = [dtypes.code(name) for name in CAST_INPUTS] if wire == dtypes.F8E4M3 else []
+    return [wire, *casts]
+
+
+def dtype_defines(cfg: MoeConfig, stage: str, input_code: int) -> dict[str, int]:
+    """Element types of one stage; those it does not use are fixed, so that it compiles once."""
+    wire = dtypes.code(cfg.dispatch_dtype) if stage.startswith("dispatch") else dtypes.BF16
+    combine = dtypes.code(cfg.combine_dtype) if stage.startswith("combine") else dtypes.BF16
+    return {
+        "SMEM_STRUCT_BYTES": SMEM_STRUCT_BYTES,
+        "INPUT_DTYPE": input_code if stage == "dispatch_send" else dtypes.BF16,
+        "WIRE_DTYPE": wire,
+        "COMBINE_DTYPE": combine,
+    }
+
+
+def gpu_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int | str]:
+    """Everything is a literal: a GPU kernel is compiled for its very problem."""
+    return {**layout.defines(), **dtype_defines(layout.cfg, stage, input_code)}
+
+
+def emulator_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int | str]:
+    """Numbers come from a table at run time: one compile a dtype serves every problem."""
+    table = {name: f"(emu::config()[{i}])" for i, name in enumerate(layout.constants)}
+    return {**table, **dtype_defines(layout.cfg, stage, input_code)}
+
+
+def emulator_table(layout: Layout) -> list[int]:
+    """What ``emulator_defines`` looks up."""
+    return list(layout.constants.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel to compile: a stage for a problem."""
+
+    label: str
+    stage: str
+    layout: Layout
+    input_code: int
+
+    @property
+    def source(self) -> str:
+        return source_name(self.stage)
+
+    @property
+    def defines(self) -> dict[str, int | str]:
+        return gpu_defines(self.layout, self.stage, self.input_code)
+
+
+def variants() -> list[Variant]:
+    """Kernels that together take every compile-time branch: dtypes, layouts, both reductions,
+    a cap, replicas, odd sizes."""
+    base = {"num_experts": 256, "top_k": 8, "hidden": 7168, "max_tokens": 128}
+    fp8 = {**base, "dispatch_dtype": "float8_e4m3fn", "scale_block": 128}
+    cases = {
+        "fp8 batched": (MoeConfig(**fp8), 8),
+        "fp8 grouped": (MoeConfig(**fp8, layout="grouped", expert_alignment=128), 8),
+        "fp8 rank": (MoeConfig(**fp8, layout="rank"), 8),
+        "fp8 pow2": (MoeConfig(**fp8, scale_pow2=True), 8),
+        "bf16 sender": (MoeConfig(**base, reduce="sender"), 8),
+        "bf16 capped": (MoeConfig(**base, layout="grouped", max_recv_tokens=512), 8),
+        "fp16 replicas": (
+            MoeConfig(**base, dispatch_dtype="float16", combine_dtype="float16", replicas=2),
+            8,
+        ),
+        "fp32 odd": (
+            MoeConfig(
+                num_experts=13,
+                top_k=5,
+                hidden=203,
+                max_tokens=67,
+                dispatch_dtype="float32",
+                combine_dtype="float32",
+                layout="rank",
+                max_recv_tokens=50,
+            ),
+            3,
+        ),
+        "top-32 of 2048": (
+            MoeConfig(num_experts=2048, top_k=32, hidden=2880, max_tokens=64, layout="grouped"),
+            64,
+        ),
+    }
+    return [
+        Variant(label, stage, layout, code)
+        for label, (cfg, ranks) in cases.items()
+        for layout in [Layout(cfg, ranks, 0)]
+        for stage in STAGES
+        for code in (input_codes(cfg) if stage == "dispatch_send" else [0])
+    ]

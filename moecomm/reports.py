@@ -1,0 +1,39 @@
+"""Status records of kernels as the errors that users see."""
+
+from __future__ import annotations
+
+from moecomm.config import MoeConfig
+from moecomm.errors import ConfigError, Overflow, PeerTimeout
+from moecomm.kernels.args import CODE_BAD_EXPERT, PHASES, Status
+
+
+def failure_of(status: Status) -> PeerTimeout:
+    """Somebody did not come: noticed here, or told by the rank that noticed."""
+    return PeerTimeout(
+        PHASES[status.phase],
+        status.peer,
+        status.expected,
+        status.seen,
+        rank=status.rank,
+        epoch=status.epoch,
+    )
+
+
+def value_error_of(cfg: MoeConfig, status: Status) -> ConfigError:
+    """A value in the caller's arrays that only the device could see."""
+    value = status.seen - (1 << 64) if status.seen >> 63 else status.seen
+    if status.code == CODE_BAD_EXPERT:
+        return bad_expert(cfg, *divmod(status.peer, cfg.top_k), value)
+    return ConfigError(f"num_tokens={value}: must be from 0 to the {status.expected} rows of x")
+
+
+def bad_expert(cfg: MoeConfig, token: int, slot: int, value: int) -> ConfigError:
+    return ConfigError(
+        f"topk_idx[{token}, {slot}]={value}: must be -1 (no expert) or from 0 to "
+        f"num_experts-1={cfg.num_experts - 1}"
+    )
+
+
+def overflow_of(cfg: MoeConfig, status: Status) -> Overflow:
+    where = "expert" if cfg.layout == "batched" else "rank"
+    return Overflow(status.peer, status.expected, status.seen, where=where)

@@ -1,0 +1,64 @@
+"""What ``MoeComm`` needs of a device: memory, launches, and a look at what kernels reported."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from moecomm.arrays import Device
+from moecomm.errors import DtypeError
+from moecomm.kernels.args import Args, Status
+
+
+class Runtime(Protocol):
+    """One rank's memory and kernels on one device."""
+
+    device: Device
+    memory_bytes: int
+    synchronous: bool  # launches have finished, and reported, when `launch` returns
+
+    @property
+    def local(self) -> int:
+        """Address of the rank's own workspace."""
+
+    @property
+    def symmetric(self) -> int:
+        """Address of what peers write to."""
+
+    @property
+    def status_address(self) -> int:
+        """Address that kernels write status records to."""
+
+    @property
+    def owner(self) -> object:
+        """Keeps the workspace alive; arrays handed to the caller hold it."""
+
+    def launch(
+        self, stage: str, args: Args, num_tokens: int, input_code: int, stream: int | None
+    ) -> None:
+        """Run one stage. ``input_code``: element type of ``x`` (dispatch_send)."""
+
+    def statuses(self) -> list[Status]:
+        """The three status records; changing one changes what kernels see."""
+
+    def read_words(self, region: str) -> list[int]:
+        """The 8-byte words of a region of the workspace, after all launches so far."""
+
+    def close(self) -> None:
+        """Let go of memory and kernels. Idempotent, not collective."""
+
+
+def as_stream(stream: Any) -> int | None:
+    """A CUDA stream as a handle: an int, or what torch, CuPy or cuda.core call a stream.
+
+    ``None`` stays ``None``: the caller's current stream.
+    """
+    if stream is None or isinstance(stream, int):
+        return stream
+    for name in ("cuda_stream", "ptr", "handle"):
+        value = getattr(stream, name, None)
+        if value is not None:
+            return int(value)
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is None:
+        raise DtypeError(f"stream={stream!r}: must be an int, or a torch, CuPy or CUDA stream")
+    return int(protocol()[1])

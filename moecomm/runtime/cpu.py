@@ -1,0 +1,113 @@
+"""The CPU: kernels in the emulator, peers through shared memory or in one simulation."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+from moecomm import env
+from moecomm.arrays import Device
+from moecomm.group import Group
+from moecomm.kernels.args import STATUS_BYTES, Args, Status
+from moecomm.kernels.emulated import EmulatedKernels
+from moecomm.layout import Arena, Layout
+from moecomm.transport import open_memory
+
+POISON = 0x7F  # a NaN in every float format there is
+
+
+class HostMemory:
+    """Zeroed, page-aligned memory of this process; pages exist once they are touched."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._map = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
+        self._anchor = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(self._anchor)
+
+
+class CpuRuntime:
+    """One rank on the CPU."""
+
+    device: Device = "cpu"
+    synchronous = True
+
+    def __init__(self, layout: Layout, group: Group, transport: str) -> None:
+        self._layout = layout
+        self._simulation = group.simulation
+        self._kernels = EmulatedKernels(layout, group.simulation)
+        self._memory = open_memory(transport, group)
+        self._symmetric = self._memory.allocate(layout.symmetric.nbytes).address
+        self._local = HostMemory(layout.local.nbytes)
+        self._status = HostMemory(STATUS_BYTES)
+        self._connect(group)
+        self._register(group.rank)
+        if env.flag("POISON"):
+            self._poison()
+        self.memory_bytes = layout.symmetric.nbytes + layout.local.nbytes + STATUS_BYTES
+
+    @property
+    def local(self) -> int:
+        return self._local.address
+
+    @property
+    def symmetric(self) -> int:
+        return self._symmetric
+
+    @property
+    def status_address(self) -> int:
+        return self._status.address
+
+    @property
+    def owner(self) -> object:
+        return self._local
+
+    def launch(
+        self, stage: str, args: Args, num_tokens: int, input_code: int, stream: int | None
+    ) -> None:
+        self._kernels.launch(stage, args, num_tokens, input_code)
+
+    def statuses(self) -> list[Status]:
+        return list((Status * 3).from_address(self._status.address))
+
+    def read_words(self, region: str) -> list[int]:
+        where = self._layout.local[region]
+        words = (ctypes.c_uint64 * (where.nbytes // 8)).from_address(self.local + where.offset)
+        return list(words)
+
+    def close(self) -> None:
+        self._kernels.close()
+        self._memory.close()
+
+    def _connect(self, group: Group) -> None:
+        peers = (ctypes.c_uint64 * group.size).from_address(
+            self.local + self._layout.local["peers"].offset
+        )
+        for rank in range(group.size):
+            peers[rank] = self._memory.peer_pointer(rank) or 0
+
+    def _register(self, rank: int) -> None:
+        """Tell the simulation what its checks should watch."""
+        if self._simulation is None:
+            return
+        for base, arena, kind in (
+            (self.symmetric, self._layout.symmetric, "symmetric"),
+            (self.local, self._layout.local, "local"),
+        ):
+            for region in arena:
+                watched = kind if region.poison else "input"
+                self._simulation.register(
+                    rank, base + region.offset, region.nbytes, watched, region.name
+                )
+
+    def _poison(self) -> None:
+        for base, arena in (
+            (self.symmetric, self._layout.symmetric),
+            (self.local, self._layout.local),
+        ):
+            _fill(base, arena)
+
+
+def _fill(base: int, arena: Arena) -> None:
+    for region in arena:
+        if region.poison:
+            ctypes.memset(base + region.offset, POISON, region.nbytes)
