@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import struct
 import threading
 import time
 from collections import Counter
@@ -19,10 +18,10 @@ from urllib.parse import quote
 
 from moecomm.config import MAX_RANKS
 from moecomm.errors import ConfigError, PeerTimeout, StateError, TransportError
+from moecomm.group_parts import Lifetime, pack_missing, pack_values, unpack_values
 from moecomm.store import Store
 
 DEFAULT_TIMEOUT_S: Final = 30.0
-_LENGTH: Final = struct.Struct("!I")
 
 
 class Group:
@@ -65,12 +64,12 @@ class Group:
         # process or after a restart of all ranks, must not meet the first one's keys.
         world = f"moecomm/{quote(name, safe='')}.{size}"
         nth = store.add(f"{world}/rank {rank}", 1)
-        self._setup(rank, size, store, f"{world}.{nth}", _Lifetime(on_close))
+        self._setup(rank, size, store, f"{world}.{nth}", Lifetime(on_close))
         self.simulation = simulation
         self.device = device
         self.transport = transport
 
-    def _setup(self, rank: int, size: int, store: Store, prefix: str, lifetime: _Lifetime) -> None:
+    def _setup(self, rank: int, size: int, store: Store, prefix: str, lifetime: Lifetime) -> None:
         self.rank = rank
         self.size = size
         self.store = store
@@ -229,7 +228,7 @@ class Group:
             except TimeoutError:
                 expired = True  # the others are looked up without waiting
         missing = [r for r in range(self.size) if r not in values]
-        result = _pack_missing(missing) if missing else _pack_values(values)
+        result = pack_missing(missing) if missing else pack_values(values)
         self.store.set(f"{key}/all", result)
         # All came to this round, so all have left the one before it.
         if self._stale is not None and not missing:
@@ -255,7 +254,7 @@ class Group:
             raise self._blame(key, label) from None
         if result[:1] == b"v":
             self.store.delete(mine)
-            return _unpack_values(result[1:])
+            return unpack_values(result[1:])
         missing = [int(r) for r in result[1:].split(b",")]
         others = [r for r in missing if r != self.rank]
         if others:
@@ -278,47 +277,6 @@ class Group:
 
     def _timeout(self, label: str, peer: int, seen: int) -> PeerTimeout:
         return PeerTimeout(label, peer, self.size, seen, rank=self.rank)
-
-
-class _Lifetime:
-    """Counts the open groups that share a store; the last one closes it."""
-
-    def __init__(self, on_close: Callable[[], None] | None) -> None:
-        self._on_close = on_close
-        self._open = 0
-        self._lock = threading.Lock()
-
-    def enter(self) -> None:
-        with self._lock:
-            self._open += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._open -= 1
-            last = self._open == 0
-        if last and self._on_close is not None:
-            self._on_close()
-
-
-def _pack_missing(missing: list[int]) -> bytes:
-    return b"m" + b",".join(b"%d" % r for r in missing)
-
-
-def _pack_values(values: dict[int, bytes]) -> bytes:
-    parts = [b"v"]
-    for rank in range(len(values)):
-        parts += _LENGTH.pack(len(values[rank])), values[rank]
-    return b"".join(parts)
-
-
-def _unpack_values(data: bytes) -> list[bytes]:
-    values, at = [], 0
-    while at < len(data):
-        (length,) = _LENGTH.unpack_from(data, at)
-        at += _LENGTH.size
-        values.append(data[at : at + length])
-        at += length
-    return values
 
 
 def _check_range(name: str, value: object, low: int, high: int) -> None:

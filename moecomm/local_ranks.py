@@ -193,13 +193,13 @@ class _RankProcess:
         self.read()
         code = self.reap()
         report = self._report()
-        value, error = None, None
+        value: Any = None
+        error: BaseException | None = None
         if report is None or code < 0 or (report.value is not None and code != 0):
             error = self._died(code, report)
         elif report.exit_code is not None:
             code = report.exit_code
-            error = self._died(code, None)
-            error.add_note(f"rank {self.rank}:\n{report.traceback}")
+            error = self._died(code, None, report.traceback)
         elif report.value is None:
             error = self._raised(report, num_ranks)
         else:
@@ -242,7 +242,7 @@ class _RankProcess:
         report: Report = pickle.loads(data[:length])
         return report
 
-    def _died(self, code: int, report: Report | None) -> TransportError:
+    def _died(self, code: int, report: Report | None, where: str = "") -> TransportError:
         when = "before its function returned" if report is None else "after its function returned"
         how = f"left with exit code {code}"
         if code < 0:
@@ -250,8 +250,8 @@ class _RankProcess:
         error = TransportError(
             f"rank {self.rank} {how} {when}", peer=self.rank, operation="run", code=code
         )
-        if stacks := self.stacks():
-            error.add_note(f"rank {self.rank}:\n{stacks}")
+        if where or (where := self.stacks()):
+            error.add_note(f"rank {self.rank}:\n{where}")
         return error
 
     def _raised(self, report: Report, num_ranks: int) -> BaseException:

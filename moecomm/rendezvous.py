@@ -26,19 +26,16 @@ its own. The process that serves must outlive every group that uses its store, s
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import itertools
 import os
 import re
 import secrets
-import socket
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from moecomm import env
+from moecomm.addresses import is_loopback, machine, own_addresses
 from moecomm.errors import (
     ConfigError,
     PeerTimeout,
@@ -182,12 +179,12 @@ def _join(
     """One exchange of addresses through somebody else's collective, then our own store."""
     if size == 1:
         return _alone()
-    server, lines = None, [_machine()]
+    server, lines = None, [machine()]
     if rank == 0:
         job = secrets.token_hex(8)
         try:
             server = StoreServer(None, 0, job=job)
-            lines += [job, str(server.port), *_own_addresses()]
+            lines += [job, str(server.port), *own_addresses()]
         except OSError as error:
             lines += ["", str(error)]
     try:
@@ -217,7 +214,7 @@ def _no_store(rank: int) -> PeerTimeout:
 
 
 def _serve(host: str, ports: Sequence[int], job: str) -> StoreServer:
-    listen_on = host if _is_loopback(host) else None
+    listen_on = host if is_loopback(host) else None
     reason: OSError | None = None
     for port in ports:
         try:
@@ -256,51 +253,6 @@ def _job_name(launcher: str, one_machine: bool) -> str:
     if not values and one_machine and env.get("STORE") is None:
         values = [str(os.getppid())]  # ranks that mpirun started directly share their parent
     return " ".join([launcher, *values])
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _machine() -> str:
-    """Equal for processes that reach each other over loopback: same kernel, same network."""
-    boot, network = "", ""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        network = str(Path("/proc/self/ns/net").stat().st_ino)
-    return f"{socket.gethostname()} {boot} {network}"
-
-
-def _own_addresses() -> list[str]:
-    """Where other machines may reach this one, most likely first. A wrong one does no harm:
-    whoever answers there does not know the job."""
-    found: dict[str, None] = {}
-    master = os.environ.get("MASTER_ADDR", "")
-    for target in (master, "192.0.2.1", "2001:db8::1"):  # the last two are never sent anything
-        with contextlib.suppress(OSError):
-            found[_address_towards(target)] = None
-    with contextlib.suppress(OSError):
-        found.update(dict.fromkeys(_addresses_of(socket.gethostname())))
-    found[socket.gethostname()] = None
-    return [a for a in found if not _is_loopback(a)] or ["127.0.0.1", "::1"]
-
-
-def _address_towards(target: str) -> str:
-    """This machine's address on the route to ``target`` (a UDP connect sends no packet)."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        target or None, 9, type=socket.SOCK_DGRAM
-    )[0]
-    with socket.socket(family, kind, protocol) as sock:
-        sock.connect(address)
-        return str(sock.getsockname()[0])
-
-
-def _addresses_of(host: str) -> Iterator[str]:
-    for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-        yield str(address[0])
 
 
 def _join_lines(lines: Sequence[str]) -> bytes:

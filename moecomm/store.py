@@ -15,29 +15,31 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from moecomm.errors import ConfigError, StateError, TransportError
+from moecomm.store_wire import (
+    ABSENT,
+    MAX_MESSAGE,
+    OP_ADD,
+    OP_DELETE,
+    OP_EXCHANGE,
+    OP_GET,
+    OP_SET,
+    REFUSED,
+    REPLY,
+    REQUEST,
+    dial_any,
+    receive,
+)
 
 if TYPE_CHECKING:
     from moecomm.store_server import StoreServer
 
-MAGIC: Final = b"moecomm1"
-MAX_MESSAGE: Final = 1 << 30  # bytes; a longer length prefix is a stray connection, not a value
-REQUEST: Final = struct.Struct("!IBdII")  # length of the rest, op, timeout s, key, second key
-REPLY: Final = struct.Struct("!IB")  # length of the value, status
-GREETING: Final = struct.Struct("!I")  # length of the job's name, after MAGIC
-OP_SET, OP_GET, OP_ADD, OP_DELETE, OP_EXCHANGE = range(5)
-OK, ABSENT, REFUSED = range(3)
-
-GREETING_TIMEOUT_S: Final = 2.0  # a listener that stays silent this long is not ours
 REPLY_GRACE_S: Final = 5.0  # the server ends waits itself; this much later it counts as lost
-RETRY_S: Final = 0.02
 
 
 class Store(Protocol):
@@ -47,10 +49,6 @@ class Store(Protocol):
     def get(self, key: str, timeout_s: float) -> bytes: ...
     def add(self, key: str, n: int) -> int: ...
     def delete(self, key: str) -> None: ...
-
-
-class WrongServerError(ConnectionError):
-    """Something else than this job's store answered."""
 
 
 class TcpStore:
@@ -251,59 +249,6 @@ class TcpStore:
         """In a forked child: close its copies, so that the parent's end is seen by the server."""
         for sock in [*self._idle, *self._busy]:
             sock.close()
-
-
-def dial_any(
-    addresses: Sequence[tuple[str, int]], job: str, timeout_s: float
-) -> tuple[socket.socket, tuple[str, int]]:
-    """Connect to the first of ``addresses`` that greets as ``job``; try until ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
-    reasons: dict[tuple[str, int], str] = {}
-    while True:
-        for address in addresses:
-            left = max(0.05, deadline - time.monotonic())
-            try:
-                return _dial(address, job, min(left, GREETING_TIMEOUT_S)), address
-            except OSError as error:
-                reasons[address] = str(error) or type(error).__name__
-        if time.monotonic() + RETRY_S >= deadline:
-            break
-        time.sleep(RETRY_S)
-    tried = "; ".join(f"{host}:{port}: {why}" for (host, port), why in reasons.items())
-    raise TransportError(
-        f"no store answered within {timeout_s:g} s ({tried})",
-        transport="store",
-        operation="connect",
-    )
-
-
-def _dial(address: tuple[str, int], job: str, timeout_s: float) -> socket.socket:
-    sock = socket.create_connection(address, timeout=timeout_s)
-    try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if receive(sock, len(MAGIC)) != MAGIC:
-            raise WrongServerError("something else than a moecomm store answered")
-        (length,) = GREETING.unpack(receive(sock, GREETING.size))
-        name = receive(sock, min(length, 4096)).decode(errors="replace")
-        if name != job:
-            raise WrongServerError(f"the store there belongs to job {name!r}, not {job!r}")
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def receive(sock: socket.socket, length: int) -> bytes:
-    """Exactly ``length`` bytes, or ``ConnectionError``."""
-    data = bytearray(length)
-    view, have = memoryview(data), 0
-    while have < length:
-        n = sock.recv_into(view[have:])
-        if n == 0:
-            raise ConnectionError("the other end closed the connection")
-        have += n
-    return bytes(data)
 
 
 CLOSE_AFTER_FORK: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -20,9 +20,9 @@ from collections import defaultdict
 from typing import Final
 
 from moecomm.errors import ConfigError
-from moecomm.store import (
+from moecomm.store import CLOSE_AFTER_FORK
+from moecomm.store_wire import (
     ABSENT,
-    CLOSE_AFTER_FORK,
     GREETING,
     MAGIC,
     MAX_MESSAGE,

@@ -61,7 +61,8 @@ class RemoteRegion:
     @classmethod
     def from_bytes(cls, data: bytes) -> RemoteRegion:
         """The inverse of ``to_bytes``."""
-        return cls(*cls._HEAD.unpack_from(data), data[cls._HEAD.size :])
+        rank, address, nbytes = cls._HEAD.unpack_from(data)
+        return cls(rank, address, nbytes, data[cls._HEAD.size :])
 
 
 @dataclass(frozen=True, slots=True)
