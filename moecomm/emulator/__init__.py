@@ -5,5 +5,16 @@ from __future__ import annotations
 from moecomm.emulator.errors import CheckFailure, Deadlock, EmulatorError
 from moecomm.emulator.process import ProcessWorld
 from moecomm.emulator.program import EmulatorProgram
+from moecomm.emulator.simulate import fuzz, simulate
+from moecomm.emulator.simulation import Simulation
 
-__all__ = ["CheckFailure", "Deadlock", "EmulatorError", "EmulatorProgram", "ProcessWorld"]
+__all__ = [
+    "CheckFailure",
+    "Deadlock",
+    "EmulatorError",
+    "EmulatorProgram",
+    "ProcessWorld",
+    "Simulation",
+    "fuzz",
+    "simulate",
+]

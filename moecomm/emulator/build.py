@@ -105,7 +105,8 @@ def _compiler_version(compiler: tuple[str, ...]) -> str:
             [*compiler, "--version"], capture_output=True, text=True, check=False, timeout=60
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CompileError(f"the C++ compiler {shlex.join(compiler)} does not run: {error}") from error
+        command = shlex.join(compiler)
+        raise CompileError(f"the C++ compiler {command} does not run: {error}") from error
     return ran.stdout
 
 

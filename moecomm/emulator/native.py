@@ -15,6 +15,8 @@ MAX_SHARED_BYTES: Final = 227 * 1024  # of one block on sm_90
 MAX_BLOCK_THREADS: Final = 1024
 MAX_LAUNCH_THREADS: Final = 1 << 18  # all blocks of a launch are resident
 
+NO_RANK: Final = 0xFFFFFFFF
+
 # Event (world.hpp)
 BUDGET, FINISHED, FAILED, DIED, DEADLINE, STALLED = range(6)
 
@@ -31,6 +33,9 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "emu_abandon": (None, [_POINTER]),
     "emu_time_ns": (_U64, [_POINTER]),
     "emu_steps": (_U64, [_POINTER]),
+    "emu_move_time": (None, [_POINTER, _U64]),
+    "emu_register": (_U32, [_POINTER, _U32, _U64, _U64, _U32, ctypes.c_char_p]),
+    "emu_rank_dead": (_U32, [_POINTER, _U32]),
     "emu_failure_kind": (_U32, [_POINTER]),
     "emu_failure_rank": (_U32, [_POINTER]),
     "emu_failure_text": (ctypes.c_char_p, [_POINTER]),
@@ -45,6 +50,9 @@ class Options(ctypes.Structure):
         ("simulation", _U32),
         ("seed", _U64),
         ("max_steps", _U64),
+        ("dead_rank", _U32),
+        ("unused", _U32),
+        ("dead_after_steps", _U64),
     ]
 
 

@@ -32,7 +32,7 @@ class ProcessWorld:
         self._config_words = len(config)
         self._runtime = native.runtime()
         self._lock = threading.Lock()
-        options = native.Options(num_ranks=1)
+        options = native.Options(num_ranks=1, dead_rank=native.NO_RANK)
         self._world: int | None = self._runtime.emu_create(ctypes.byref(options))
         if not self._world:
             raise MemoryError("no memory for an emulator world")

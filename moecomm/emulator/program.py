@@ -36,7 +36,7 @@ class EmulatorProgram:
         self.name = name
         self.kernels: tuple[str, ...] = tuple(dict.fromkeys(_KERNEL.findall(_strip(source))))
         if not self.kernels:
-            raise ConfigError(f'{name}: no kernel (extern "C" __global__ void name(Args)) in source')
+            raise ConfigError(f'{name}: source has no extern "C" __global__ void name(Args)')
         self._variants: dict[bool, _Variant] = {}
         self._lock = threading.Lock()
 

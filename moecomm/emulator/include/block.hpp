@@ -135,7 +135,7 @@ inline void prepare_block(Block& b, Launch& launch, u32 number, const Api* api)
         f.block = &b;
         f.index = i;
         f.state = State::fresh;
-        f.poll_began = f.idle_since = 0;
+        f.poll_began = f.idle_count = 0;
         f.wait_address = nullptr;
         f.epoch = 0;
     }

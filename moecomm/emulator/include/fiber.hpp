@@ -25,7 +25,7 @@ struct Fiber : Thread {
 
     // A poll finds nothing new if nothing was written since it began: see Scheduler.
     u64 poll_began = 0;
-    u64 idle_since = 0;
+    u64 idle_count = 0;
 
     // What it says it waits for (reports only).
     const u64* wait_address = nullptr;

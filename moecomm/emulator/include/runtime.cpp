@@ -1,5 +1,6 @@
 // The runtime as a shared object: its C interface, called through ctypes, and the table of calls
 // that device code makes.
+#include "report.hpp"
 #include "world.hpp"
 
 #include <exception>
@@ -96,4 +97,30 @@ EMU_EXPORT u32 emu_failure_rank(const World* world) noexcept { return world->fai
 EMU_EXPORT const char* emu_failure_text(const World* world) noexcept
 {
     return world->failure.text.c_str();
+}
+
+// ---- simulations ------------------------------------------------------------------------------------
+EMU_EXPORT void emu_move_time(World* world, u64 ns) noexcept { world->virtual_clock.move_to(ns); }
+
+// `kind`: RangeKind. False: there is no memory for it.
+EMU_EXPORT u32 emu_register(World* world, u32 rank, const void* address, u64 bytes, u32 kind,
+                            const char* name) noexcept
+{
+    try {
+        emu::Range r;
+        r.begin = r.origin = reinterpret_cast<uintptr_t>(address);
+        r.end = r.begin + bytes;
+        r.rank = rank;
+        r.kind = static_cast<emu::RangeKind>(kind);
+        r.name = name;
+        world->ranges.add(r);
+        return 1;
+    } catch (const std::exception&) {
+        return 0;
+    }
+}
+
+EMU_EXPORT u32 emu_rank_dead(const World* world, u32 rank) noexcept
+{
+    return world->ranks[rank].dead;
 }

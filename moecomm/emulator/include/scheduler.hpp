@@ -27,6 +27,7 @@ public:
     virtual size_t num_polling() const = 0;
 
     void note_progress() { ++progress_; }
+    u64 progress() const { return progress_; }
 
     // `f` has polled: it waits for its turn.
     void poll(Fiber* f)
@@ -36,12 +37,14 @@ public:
             note_progress();
         }
         f->state = State::polling;
-        f->idle_since = f->poll_began;
-        if (idle_at_ != progress_) {
-            idle_at_ = progress_;
-            num_idle_ = 0;
+        if (counted_at_ != progress_) {
+            counted_at_ = progress_;
+            forget_idle();
         }
-        if (f->idle_since == progress_) ++num_idle_;
+        if (f->poll_began == progress_) {
+            f->idle_count = count_;
+            ++num_idle_;
+        }
         add_polling(f);
     }
 
@@ -56,16 +59,24 @@ public:
 protected:
     virtual void add_polling(Fiber* f) = 0;
 
-    bool all_idle() const { return idle_at_ == progress_ && num_idle_ == num_polling(); }
-    void forget_idle(const Fiber* f)
+    bool all_idle() const { return counted_at_ == progress_ && num_idle_ == num_polling(); }
+    // `f` leaves the pollers.
+    void forget_idle(Fiber* f)
     {
-        if (idle_at_ == progress_ && f->idle_since == progress_) --num_idle_;
+        if (f->idle_count == count_) --num_idle_;
+        f->idle_count = 0;
     }
-    void forget_idle() { num_idle_ = 0; }
+    // All must poll again to count as idle.
+    void forget_idle()
+    {
+        ++count_;
+        num_idle_ = 0;
+    }
 
 private:
     u64 progress_ = 1;
-    u64 idle_at_ = 0;  // the progress for which num_idle_ holds
+    u64 counted_at_ = 0;  // the progress for which num_idle_ holds
+    u64 count_ = 1;       // numbers the counts; a fiber keeps the one that it is in
     size_t num_idle_ = 0;
 };
 

@@ -3,6 +3,8 @@
 
 #include "block.hpp"
 #include "clock.hpp"
+#include "fuzz.hpp"
+#include "ranges.hpp"
 #include "scheduler.hpp"
 #include "stacks.hpp"
 #include "warp.hpp"
@@ -36,12 +38,29 @@ struct Options {
     u32 simulation = 0;  // 0: one rank of several processes, real time
     u64 seed = 0;        // 0: fair
     u64 max_steps = 0;   // 0: no limit
+    u32 dead_rank = ~0u;       // stops being scheduled ...
+    u32 unused = 0;
+    u64 dead_after_steps = 0;  // ... after so many steps of its threads
+};
+
+// A simulation in which nothing but time has passed for this long will not go on.
+constexpr u64 kIdleLimitNs = 3600ull * 1000000000ull;
+
+struct RankState {
+    u64 steps = 0;
+    bool dead = false;
 };
 
 extern const Api kApi;
 
 struct World {
-    explicit World(const Options& o) : options(o), scheduler(new FairScheduler) {}
+    explicit World(const Options& o)
+        : options(o),
+          scheduler(o.seed ? static_cast<Scheduler*>(new FuzzScheduler(o.seed))
+                           : new FairScheduler),
+          ranks(o.num_ranks)
+    {
+    }
     ~World() { abandon(); }
 
     // ---- for the host ---------------------------------------------------------------------------
@@ -59,25 +78,33 @@ struct World {
     void preempt(Fiber* f);
     void poll(Fiber* f);
     void finish(Fiber* f);
-    [[noreturn]] void fail(FailureKind kind, const Fiber* f, const std::string& text);
+    // Ends the run. Set failure.text before: nothing on this stack is destroyed.
+    [[noreturn]] void stop(FailureKind kind, const Fiber* f);
 
     Options options;
     std::unique_ptr<Scheduler> scheduler;
     Stacks stacks;
     VirtualClock virtual_clock;
     Failure failure;
+    Ranges ranges;
+    std::vector<RankState> ranks;
     std::vector<std::unique_ptr<Launch>> launches;  // not yet finished
     std::deque<u64> finished;
     u64 steps = 0;
 
 private:
     Fiber* take_next();
+    bool living(const Fiber* f);
+    bool any_living() const;
+    void stuck(FailureKind kind);
     void leave(Fiber* f);
+    void pass_on(Fiber* f);
     void switch_to(Context& from, Fiber* to);
     void to_main(Context& from) { switch_context(from, main_); }
     Event idle(u64 deadline_ns);
     void complete_barrier(Block& b, Fiber* last);
     void complete_group(Block& b, u32 warp, u32 group, Fiber* last);
+    void check_group(Fiber* f, const Warp& w, const WarpGroup& group, WarpOp op);
     void leave_warp(Fiber* f);
     void retire(Launch* launch);
 
@@ -87,8 +114,17 @@ private:
     u64 stop_at_ = 0;         // steps after which the main loop looks at the clock
     u64 next_id_ = 1;
     u64 idle_turns_ = 0;
+    u64 jumped_at_ = 0;       // the scheduler's progress when the clock last jumped
+    u32 died_ = ~0u;          // a rank whose death is yet to be reported
     std::vector<std::unique_ptr<Block>> spare_;
 };
+
+// In report.hpp.
+std::string describe_thread(const Fiber& f);
+std::string describe_waits(World& w, u32* first_rank);
+const char* name_of(BarrierOp op);
+const char* name_of(WarpOp op);
+std::string hex(u64 value);
 
 inline Fiber* fiber(Thread* t) { return static_cast<Fiber*>(t); }
 inline World* world(const Fiber* f) { return f->block->launch->world; }
@@ -174,15 +210,42 @@ inline void World::abandon()
 }
 
 // ---- the loop ---------------------------------------------------------------------------------------
+// Counts a step of the fiber's rank. False: a fault has stopped that rank; its fibers are dropped.
+inline bool World::living(const Fiber* f)
+{
+    const u32 rank = f->block->launch->rank;
+    RankState& state = ranks[rank];
+    if (state.dead) return false;
+    if (rank == options.dead_rank && state.steps >= options.dead_after_steps) {
+        state.dead = true;
+        died_ = rank;
+        return false;
+    }
+    ++state.steps;
+    return true;
+}
+
+inline bool World::any_living() const
+{
+    for (const auto& l : launches)
+        if (!ranks[l->rank].dead) return true;
+    return false;
+}
+
 inline Fiber* World::take_next()
 {
     if (steps >= stop_at_ || failure.kind != FailureKind::none) return nullptr;
-    Fiber* f = scheduler->next();
-    if (!f) return nullptr;
-    ++steps;
-    if (options.simulation) virtual_clock.step();
-    scheduler->resumed(f);
-    return f;
+    for (;;) {
+        Fiber* f = scheduler->next();
+        if (!f) return nullptr;
+        if (!options.simulation || living(f)) {
+            ++steps;
+            virtual_clock.step();
+            scheduler->resumed(f);
+            return f;
+        }
+        if (died_ != ~0u) return nullptr;
+    }
 }
 
 inline void World::switch_to(Context& from, Fiber* to)
@@ -208,6 +271,14 @@ inline void World::leave(Fiber* f)
         to_main(f->context);
 }
 
+// `f` could go on: with fuzzing, maybe later.
+inline void World::pass_on(Fiber* f)
+{
+    if (!options.seed) return;
+    scheduler->add(f);
+    leave(f);
+}
+
 inline Event World::step(u64 wall_ns, u64 deadline_ns)
 {
     const u64 begin = machine_time_ns();
@@ -223,26 +294,50 @@ inline Event World::step(u64 wall_ns, u64 deadline_ns)
         }
         if (failure.kind != FailureKind::none) return Event::failed;
         if (!finished.empty()) return Event::finished;
+        if (died_ != ~0u) {
+            died_ = ~0u;
+            return Event::died;
+        }
+        if (deadline_ns && time_ns() >= deadline_ns) return Event::deadline;
         if (steps < stop_at_) {
             const Event e = idle(deadline_ns);
             if (e != Event::budget) return e;
+        } else if (steps == options.max_steps) {
+            stuck(FailureKind::step_limit);
+            return Event::failed;
         }
         if (machine_time_ns() - begin >= wall_ns) return Event::budget;
     }
 }
 
 // Nobody is ready.
-inline Event World::idle(u64)
+inline Event World::idle(u64 deadline_ns)
 {
-    if (launches.empty()) return Event::stalled;
+    if (scheduler->thaw()) return Event::budget;
+    if (!any_living()) return Event::stalled;
     if (scheduler->num_polling() == 0) {
-        failure.kind = FailureKind::deadlock;
-        failure.text = "deadlock";
+        stuck(FailureKind::deadlock);
         return Event::failed;
     }
-    nap(idle_turns_++);
+    if (options.simulation) {
+        if (scheduler->progress() != jumped_at_) virtual_clock.progressed();
+        jumped_at_ = scheduler->progress();
+        virtual_clock.jump(deadline_ns);
+        if (virtual_clock.idle_ns() > kIdleLimitNs) {
+            stuck(FailureKind::deadlock);
+            return Event::failed;
+        }
+    } else {
+        nap(idle_turns_++);
+    }
     scheduler->repoll();
     return Event::budget;
+}
+
+inline void World::stuck(FailureKind kind)
+{
+    failure.kind = kind;
+    failure.text = describe_waits(*this, &failure.rank);
 }
 
 // ---- what fibers do -----------------------------------------------------------------------------------
@@ -274,7 +369,7 @@ inline void World::finish(Fiber* f)
     if (!stacks.intact(f->stack)) {
         failure.kind = FailureKind::stack_overflow;
         failure.rank = b.launch->rank;
-        failure.text = "stack overflow";
+        failure.text = describe_thread(*f) + " used more than its stack";
     }
     if (--b.launch->live_threads == 0) finished.push_back(b.launch->id);
     char* stack = f->stack;
@@ -290,11 +385,10 @@ inline void World::finish(Fiber* f)
     __builtin_unreachable();
 }
 
-inline void World::fail(FailureKind kind, const Fiber* f, const std::string& text)
+inline void World::stop(FailureKind kind, const Fiber* f)
 {
     failure.kind = kind;
     failure.rank = f->block->launch->rank;
-    failure.text = text;
     to_main(nowhere_);
     __builtin_unreachable();
 }
@@ -304,13 +398,17 @@ inline u64 World::block_barrier(Fiber* f, BarrierOp op, u32 predicate)
 {
     Block& b = *f->block;
     Barrier& barrier = b.barrier;
-    if (barrier.arrived && barrier.op != op)
-        fail(FailureKind::divergence, f, "threads of a block wait in different kinds of barrier");
+    if (barrier.arrived && barrier.op != op) {
+        failure.text = describe_thread(*f) + " calls " + name_of(op) +
+                       " while other threads of its block wait in " + name_of(barrier.op);
+        stop(FailureKind::divergence, f);
+    }
     barrier.op = op;
     ++barrier.arrived;
     barrier.count += predicate;
     if (barrier.arrived == b.alive) {
         complete_barrier(b, f);
+        pass_on(f);
     } else {
         f->state = State::at_barrier;
         leave(f);
@@ -343,23 +441,47 @@ inline u64 World::warp(Fiber* f, WarpOp op, u32 mask, u64 value, u32 source)
     const u32 number = f->index / kWarp;
     Warp& w = b.warps[number];
     const u32 bit = 1u << f->lane;
-    if (!(mask & bit)) fail(FailureKind::divergence, f, "a lane is not in its own mask");
+    if (!(mask & bit)) {
+        failure.text = describe_thread(*f) + " calls " + name_of(op) + " with mask " +
+                       hex(mask) + ", which does not hold its own lane";
+        stop(FailureKind::divergence, f);
+    }
     f->warp_value = value;
     f->warp_source = source;
     u32 g = 0;
     while (g < w.num_groups && w.groups[g].mask != mask) ++g;
     if (g == w.num_groups) w.groups[w.num_groups++] = {mask, 0, op};
     WarpGroup& group = w.groups[g];
-    if (group.op != op)
-        fail(FailureKind::divergence, f, "lanes of a mask wait in different collectives");
     group.arrived |= bit;
+    check_group(f, w, group, op);
     if (group.arrived == (mask & w.alive)) {
         complete_group(b, number, g, f);
+        pass_on(f);
     } else {
         f->state = State::at_warp;
         leave(f);
     }
     return f->warp_result;
+}
+
+// Two groups that wait for lanes of each other never complete; one that waits for lanes of another
+// is fine, they come later.
+inline void World::check_group(Fiber* f, const Warp& w, const WarpGroup& group, WarpOp op)
+{
+    if (group.op != op) {
+        failure.text = describe_thread(*f) + " calls " + name_of(op) + " with mask " +
+                       hex(group.mask) + " while other lanes wait in " + name_of(group.op);
+        stop(FailureKind::divergence, f);
+    }
+    for (u32 g = 0; g < w.num_groups; ++g) {
+        const WarpGroup& other = w.groups[g];
+        if (&other == &group || !(other.arrived & group.mask) || !(group.arrived & other.mask))
+            continue;
+        failure.text = describe_thread(*f) + " calls " + name_of(op) + " with mask " +
+                       hex(group.mask) + " while lanes of it wait in " + name_of(other.op) +
+                       " with mask " + hex(other.mask);
+        stop(FailureKind::divergence, f);
+    }
 }
 
 inline void World::complete_group(Block& b, u32 warp, u32 g, Fiber* last)
