@@ -1,4 +1,4 @@
-"""What lives between the halves: ``Handle`` (one exchange under way) and ``Received`` (its rows)."""
+"""What lives between the halves: ``Handle``, one exchange under way, and ``Received``, its rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Handle:
             raise StateError(f"{call}: {self!r} belongs to another MoeComm")
         if self.state is not state:
             raise StateError(
-                f"{call}: must come when {state.value}, but of handle {self.serial} {self.state.value}"
+                f"{call}: must come when {state.value}; of this handle, {self.state.value}"
             )
 
     def close(self) -> None:
