@@ -8,9 +8,8 @@ import threading
 from types import TracebackType
 from typing import Any
 
-from moecomm import arrays, checks, runtime
+from moecomm import arguments, arrays, checks, runtime
 from moecomm.agreement import agree
-from moecomm.arrays import ArrayView
 from moecomm.config import MoeConfig
 from moecomm.errors import PeerTimeout, StateError
 from moecomm.group import Group
@@ -110,17 +109,7 @@ class MoeComm:
                 self, slot, self._serial, given.num_rows, given.kind, topk_weights is not None
             )
             args = self._args(handle)
-            _set_rows(args, "x", given.x)
-            _set_strided(args, "topk_idx", given.topk_idx)
-            args.topk_idx_bytes = 8 if given.topk_idx.dtype == "int64" else 4
-            if given.topk_weights is not None:
-                _set_strided(args, "topk_weights", given.topk_weights)
-            if given.x_scale is not None:
-                args.x_scale = given.x_scale.pointer
-                args.x_scale_row_stride, args.x_scale_col_stride = given.x_scale.strides_bytes
-            if given.num_tokens is not None:
-                args.num_tokens = given.num_tokens.pointer
-            args.max_rows = given.num_rows
+            arguments.set_dispatch(args, given)
             self._slots[slot] = handle
             self._serial += 1
             self._launch("dispatch_send", args, handle, stream, given.x_code)
@@ -157,7 +146,7 @@ class MoeComm:
             handle.expect(self, State.RECEIVED, "combine_send")
             rows = checks.check_combine_inputs(self.config, y, self.layout.recv_shape, self.device)
             args = self._args(handle)
-            _set_rows(args, "y", rows)
+            arguments.set_rows(args, "y", rows)
             self._launch("combine_send", args, handle, stream)
             handle.state = State.RETURNED
 
@@ -200,10 +189,7 @@ class MoeComm:
                 out = arrays.empty_like_kind(handle.kind, shape, dtype, self.device)
                 found = arrays.view(out, "out")
             args = self._args(handle)
-            if weights is not None:
-                _set_strided(args, "topk_weights", weights)
-            _set_rows(args, "out", found)
-            args.accumulate = accumulate
+            arguments.set_combine(args, weights, found, accumulate)
             self._launch("combine_recv", args, handle, stream)
             self._free(handle, State.CLOSED)
             return out
@@ -299,17 +285,8 @@ class MoeComm:
     # ---- inside ----------------------------------------------------------------------------------
 
     def _args(self, handle: Handle) -> Args:
-        run = self._runtime
-        return Args(
-            local=run.local,
-            symmetric=run.symmetric,
-            status=run.status_address,
-            rank=self.group.rank,
-            slot=handle.slot,
-            num_local=self.layout.num_local_experts,
-            first_expert=self.layout.expert_range(self.group.rank).start,
-            timeout_ns=int(self.config.timeout_s * 1e9),
-        )
+        timeout_ns = int(self.config.timeout_s * 1e9)
+        return arguments.base(self.layout, self._runtime, handle.slot, timeout_ns)
 
     def _launch(
         self, stage: str, args: Args, handle: Handle, stream: Any, input_code: int = 0
@@ -372,15 +349,3 @@ class MoeComm:
                 if handle is not None and self._runtime.synchronous:
                     self._free(handle, State.FAILED)
                 raise error
-
-
-def _set_strided(args: Args, name: str, found: ArrayView) -> None:
-    setattr(args, name, found.pointer)
-    setattr(args, f"{name}_stride", found.strides_bytes[0])
-
-
-def _set_rows(args: Args, name: str, found: ArrayView) -> None:
-    """A matrix of rows, and whether each starts on a 16-byte boundary."""
-    _set_strided(args, name, found)
-    aligned = found.pointer % 16 == 0 and found.strides_bytes[0] % 16 == 0
-    setattr(args, f"{name}_aligned", aligned)

@@ -9,50 +9,20 @@ rank that has most), T ``max_tokens``, K ``top_k``, H ``hidden``, S scales a row
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
+from moecomm.arena import ALIGN, Arena, round_up
 from moecomm.config import MAX_RANKS, MoeConfig
 from moecomm.dtypes import itemsize
 from moecomm.errors import ConfigError
 
-ALIGN: Final = 128  # a cache line: no two regions share one
 WORD: Final = 8
 MAX_ROWS: Final = 2**31 - 1  # row numbers are int32 for the caller (grouped GEMM kernels want that)
 
 # Numbers that device code compares against; `defines` hands them over by name.
 LAYOUT_CODES: Final = {"batched": 0, "grouped": 1, "rank": 2}
 STATS_PHASES: Final = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A named byte range of an arena. ``poison``: contents mean nothing before they are written."""
-
-    name: str
-    offset: int
-    nbytes: int
-    poison: bool
-
-
-class Arena:
-    """Regions one after the other, each starting on an ``ALIGN`` boundary."""
-
-    def __init__(self) -> None:
-        self.regions: dict[str, Region] = {}
-        self.nbytes = 0
-
-    def add(self, name: str, nbytes: int, *, poison: bool = False) -> None:
-        self.regions[name] = Region(name, self.nbytes, nbytes, poison)
-        self.nbytes = round_up(self.nbytes + nbytes, ALIGN)
-
-    def __getitem__(self, name: str) -> Region:
-        return self.regions[name]
-
-    def __iter__(self) -> Iterator[Region]:
-        return iter(self.regions.values())
 
 
 class Layout:
@@ -305,7 +275,3 @@ class Layout:
     def defines(self) -> dict[str, str]:
         """``constants`` as C literals, for kernels compiled for this very problem."""
         return {name: f"{value}ull" for name, value in self.constants.items()}
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -6,11 +6,12 @@ import ctypes
 import mmap
 
 from moecomm import env
+from moecomm.arena import Arena
 from moecomm.arrays import Device
 from moecomm.group import Group
 from moecomm.kernels.args import STATUS_BYTES, Args, Status
 from moecomm.kernels.emulated import EmulatedKernels
-from moecomm.layout import Arena, Layout
+from moecomm.layout import Layout
 from moecomm.transport import open_memory
 
 POISON = 0x7F  # a NaN in every float format there is
