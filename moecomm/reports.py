@@ -23,7 +23,8 @@ def value_error_of(cfg: MoeConfig, status: Status) -> ConfigError:
     """A value in the caller's arrays that only the device could see."""
     value = status.seen - (1 << 64) if status.seen >> 63 else status.seen
     if status.code == CODE_BAD_EXPERT:
-        return bad_expert(cfg, *divmod(status.peer, cfg.top_k), value)
+        token, slot = divmod(status.peer, cfg.top_k)
+        return bad_expert(cfg, token, slot, value)
     return ConfigError(f"num_tokens={value}: must be from 0 to the {status.expected} rows of x")
 
 

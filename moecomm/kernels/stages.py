@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from moecomm import dtypes
 from moecomm.config import MoeConfig
@@ -74,8 +74,8 @@ class Variant:
 def variants() -> list[Variant]:
     """Kernels that together take every compile-time branch: dtypes, layouts, both reductions,
     a cap, replicas, odd sizes."""
-    base = {"num_experts": 256, "top_k": 8, "hidden": 7168, "max_tokens": 128}
-    fp8 = {**base, "dispatch_dtype": "float8_e4m3fn", "scale_block": 128}
+    base: dict[str, Any] = {"num_experts": 256, "top_k": 8, "hidden": 7168, "max_tokens": 128}
+    fp8: dict[str, Any] = {**base, "dispatch_dtype": "float8_e4m3fn", "scale_block": 128}
     cases = {
         "fp8 batched": (MoeConfig(**fp8), 8),
         "fp8 grouped": (MoeConfig(**fp8, layout="grouped", expert_alignment=128), 8),
