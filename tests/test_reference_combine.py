@@ -151,14 +151,15 @@ def test_two_ranks_exchange(reduce: Any) -> None:
 
 def test_rank_layout_is_a_plain_sum_over_ranks() -> None:
     cfg = config(layout="rank", combine_dtype="float32")
-    # Token 0 goes to ranks 2, 0, 1 in slot order; the sum runs over ranks 0, 1, 2.
+    # In the order of ranks 0, 1, 2: (1 + 2^24) - 2^24 = 0. Descending, or in slot order
+    # (2, 0, 1), the 1 meets a smaller sum and stays.
     cfg3 = config(num_experts=3, top_k=3, layout="rank", combine_dtype="float32", max_tokens=1)
     none = np.empty((0, 3), np.int32)
     idx = [ids([2, 0, 1]), none, none]
     ys = [np.full((3, 2), np.nan, np.float32) for _ in range(3)]
-    ys[0][0], ys[1][0], ys[2][0] = 2.0**24, -(2.0**24), 1
+    ys[0][0], ys[1][0], ys[2][0] = 1, 2.0**24, -(2.0**24)
     out = reference.combine(cfg3, 3, ys, idx)
-    assert out[0].tolist() == [[1, 1]]
+    assert out[0].tolist() == [[0, 0]]
     assert [o.shape for o in out] == [(1, 2), (0, 2), (0, 2)]
     with pytest.raises(ConfigError, match="layout='rank'"):
         reference.combine(cfg, 1, [np.zeros((3, 2), np.float32)], [ids([0, 1])], [weights([1, 1])])
