@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from moecomm.config import MoeConfig
 from moecomm.dtypes import name_of
 from moecomm.errors import ConfigError, DtypeError
-from moecomm.layout import Layout
 from moecomm.reference.fp8 import quantize
 from moecomm.reference.routing import Routing
 
@@ -77,13 +76,6 @@ def _per_group(name: str, cfg: MoeConfig, num_ranks: int, arrays: Sequence[Array
         if not same:
             raise ConfigError(f"{name} of rank {rank}: replicas={cfg.replicas} must hold the same")
     return list(arrays[:: cfg.replicas])
-
-
-def layout_shape(layout: Layout) -> tuple[int, ...]:
-    """Shape of ``recv.x`` without its last dimension."""
-    if layout.cfg.layout == "batched":
-        return layout.num_local_experts, layout.expert_capacity
-    return (layout.recv_rows,)
 
 
 def check_shape(name: str, where: int, array: Array, expected: tuple[int, ...]) -> None:

@@ -12,7 +12,7 @@ from moecomm.config import MoeConfig
 from moecomm.dtypes import name_of, numpy_dtype
 from moecomm.errors import ConfigError, DtypeError
 from moecomm.layout import Layout
-from moecomm.reference.inputs import check_shape, layout_shape, route
+from moecomm.reference.inputs import check_shape, route
 from moecomm.reference.routing import Routing, Slot, Token
 
 Array = NDArray[Any]
@@ -86,7 +86,7 @@ class _Returned:
         cfg, rank = self.cfg, layout.rank
         if name_of(y.dtype) != cfg.combine_dtype:
             raise DtypeError(f"y of rank {rank} has dtype {y.dtype}: must be {cfg.combine_dtype}")
-        check_shape("y", rank, y, (*layout_shape(layout), cfg.hidden))
+        check_shape("y", rank, y, layout.recv_shape)
         flat = y.reshape(layout.recv_rows, cfg.hidden)
         for row, token, slots in self.routing.placed(rank, layout.expert_capacity):
             for slot in slots:

@@ -13,7 +13,7 @@ from moecomm.config import MoeConfig
 from moecomm.dtypes import numpy_dtype
 from moecomm.errors import ConfigError
 from moecomm.layout import Layout
-from moecomm.reference.inputs import check_shape, layout_shape, route, wire
+from moecomm.reference.inputs import check_shape, route, wire
 from moecomm.reference.routing import Routing
 
 Array = NDArray[Any]
@@ -109,7 +109,7 @@ def _receive(
                 idx[row, slot.place] = slot.expert - routing.experts[rank].start
             if slot.weight is not None:
                 weights[(row, slot.place) if by_rank else row] = slot.weight
-    lead = layout_shape(layout)
+    lead = layout.recv_shape[:-1]
     offsets = None if by_rank else routing.offsets(rank, layout.expert_capacity)
     return Received(
         x=x.reshape(*lead, cfg.hidden),
