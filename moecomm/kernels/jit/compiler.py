@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,7 @@ _LINK: Final[dict[str, Any]] = {
     "ptxas_options": "-v",
     "verbose": True,
 }
+_IMPORT_LOCK: Final = threading.Lock()
 _KINDS: Final = {".a": "library", ".ltoir": "ltoir", ".cubin": "cubin", ".o": "object"}
 
 
@@ -94,12 +97,11 @@ def to_ltoir(name: str, text: str, arch: str) -> bytes:
     Raises:
         CompileError: with the compiler's log.
     """
-    from cuda.core import Program, ProgramOptions
-
+    core = _cuda_core()
     log = io.StringIO()
     try:
-        options = ProgramOptions(name=name, arch=arch, **_COMPILE)
-        ltoir = Program(text, "c++", options).compile("ltoir", logs=log).code
+        options = core.ProgramOptions(name=name, arch=arch, **_COMPILE)
+        ltoir = core.Program(text, "c++", options).compile("ltoir", logs=log).code
     except Exception as error:
         raise _failure(f"{name} does not compile for {arch}", error) from error
     if log.getvalue():
@@ -109,23 +111,30 @@ def to_ltoir(name: str, text: str, arch: str) -> bytes:
 
 def _link(name: str, ltoir: bytes, arch: str, link: Sequence[LinkInput]) -> tuple[str, bytes]:
     """Return the linker's log and the cubin."""
-    from cuda.core import Linker, LinkerOptions, ObjectCode
-
+    core = _cuda_core()
+    make = core.ObjectCode
     makers = {
-        "library": ObjectCode.from_library,
-        "ltoir": ObjectCode.from_ltoir,
-        "cubin": ObjectCode.from_cubin,
-        "object": ObjectCode.from_object,
+        "library": make.from_library,
+        "ltoir": make.from_ltoir,
+        "cubin": make.from_cubin,
+        "object": make.from_object,
     }
     inputs = [makers[item.kind](item.read(), name=item.name) for item in link]
-    inputs.insert(0, ObjectCode.from_ltoir(ltoir, name=name))
+    inputs.insert(0, make.from_ltoir(ltoir, name=name))
     try:
-        linker = Linker(*inputs, options=LinkerOptions(name=name, arch=arch, **_LINK))
+        options = core.LinkerOptions(name=name, arch=arch, **_LINK)
+        linker = core.Linker(*inputs, options=options)
         code = bytes(linker.link("cubin").code)
         return linker.get_info_log(), code
     except Exception as error:
         held = [f"{item.name} holds code for {_archs(item)}" for item in link]
         raise _failure("; ".join([f"{name} does not link for {arch}", *held]), error) from error
+
+
+def _cuda_core() -> Any:
+    """``cuda.core``, one thread at a time: two that import it at once see half of it (1.2)."""
+    with _IMPORT_LOCK:
+        return importlib.import_module("cuda.core")
 
 
 def _archs(item: LinkInput) -> str:
