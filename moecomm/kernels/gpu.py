@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from moecomm.cuda_driver import attribute, call, driver, make_current
 from moecomm.kernels.args import Args
-from moecomm.kernels.cuda_driver import attribute, call, driver, make_current
 from moecomm.kernels.geometry import Machine, geometry
 from moecomm.kernels.jit import compile_kernel
 from moecomm.kernels.stages import STAGES, gpu_defines, input_codes, source_name

@@ -12,12 +12,12 @@ import sys
 import weakref
 from typing import Final
 
+from moecomm import cuda_driver
 from moecomm.arrays import Device
+from moecomm.cuda_driver import DeviceMemory, PinnedMemory
 from moecomm.errors import TransportUnavailable
 from moecomm.group import Group
-from moecomm.kernels import cuda_driver
 from moecomm.kernels.args import STATUS_BYTES, Args, Status
-from moecomm.kernels.cuda_driver import DeviceMemory, PinnedMemory
 from moecomm.kernels.gpu import GpuKernels
 from moecomm.layout import Layout
 
