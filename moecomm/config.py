@@ -15,6 +15,7 @@ SCALE_BLOCKS: Final = (16, 32, 64, 128, 256, 512)
 MAX_TOP_K: Final = 32  # one lane of a warp per routing slot
 MAX_EXPERTS: Final = 2048  # per-expert counters live in shared memory
 MAX_RANKS: Final = 1024
+MAX_TIMEOUT_S: Final = 86_400  # a day; every wait ends
 
 LayoutName = Literal["batched", "grouped", "rank"]
 Reduce = Literal["receiver", "sender"]
@@ -87,8 +88,12 @@ class MoeConfig:
         if self.num_sms is not None:
             _integer("num_sms", self.num_sms, 1)
         timeout = self.timeout_s
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-            raise ConfigError(f"timeout_s={timeout!r}: must be a number of seconds above 0")
+        number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if not number or not 0 < timeout <= MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"timeout_s={timeout!r}: must be a number of seconds above 0, at most "
+                f"{MAX_TIMEOUT_S}"
+            )
         if self.top_k > self.num_experts:
             raise ConfigError(
                 f"top_k={self.top_k}: must be at most num_experts={self.num_experts}"

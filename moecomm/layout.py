@@ -93,11 +93,14 @@ class Layout:
             return cfg.max_recv_tokens
         if cfg.layout == "rank":
             return tokens if num_local else 0
-        # grouped: every token's slots land here, on as many experts as it can name; every
-        # expert that has rows pads at most alignment-1 of them, and none holds > tokens rows.
+        # grouped: `rows` tokens in all, at most `tokens` an expert. One row opens an expert's
+        # first aligned unit; each further unit takes `alignment` more rows, as long as some
+        # expert has units left.
+        align = cfg.expert_alignment
         rows = tokens * min(cfg.top_k, num_local)
-        padded = rows + min(num_local, rows) * (cfg.expert_alignment - 1)
-        return min(padded, num_local * round_up(tokens, cfg.expert_alignment))
+        opened = min(num_local, rows)
+        further = min((rows - opened) // align, num_local * (-(-tokens // align) - 1))
+        return align * (opened + further)
 
     @cached_property
     def recv_shape(self) -> tuple[int, ...]:
