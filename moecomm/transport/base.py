@@ -113,6 +113,11 @@ class Memory(Protocol):
 class Transfer(Memory, Protocol):
     """One-sided writes with immediates. One thread owns it; nothing here blocks on a peer."""
 
+    @property
+    def outstanding(self) -> int:
+        """Writes that are not done: their ``src`` must stay as it is."""
+        ...
+
     def register(self, region: Region) -> RemoteRegion:
         """Let peers write to ``region``; the result is for them."""
         ...
