@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from moecomm.errors import ConfigError, StateError, TransportError
 from moecomm.store_wire import (
     ABSENT,
+    LONGEST_WAIT_S,
     MAX_MESSAGE,
     OP_ADD,
     OP_DELETE,
@@ -106,6 +107,7 @@ class TcpStore:
         self._job = job
         self._timeout_s = timeout_s
         self._closed = False
+        self._loss: str | None = None  # why the server counts as gone
         self._lock = threading.Lock()
         # One connection per call under way: a second thread must be able to set the key that the
         # first one's peer waits for.
@@ -171,7 +173,7 @@ class TcpStore:
 
     def _wait(self, op: int, key: str, wait_key: str, value: bytes, timeout_s: float) -> bytes:
         try:
-            return self._call(op, key, wait_key, value, max(0.0, timeout_s))
+            return self._call(op, key, wait_key, value, min(max(0.0, timeout_s), LONGEST_WAIT_S))
         except KeyError:
             raise TimeoutError(f"store key {wait_key!r} was not set in {timeout_s:g} s") from None
 
@@ -194,7 +196,8 @@ class TcpStore:
             self._drop(sock)
             if not isinstance(error, OSError):
                 raise
-            raise self._lost(key, error) from error
+            self._loss = f"key {key!r}: {error}"
+            raise self._lost() from error
         self._give_back(sock)
         if status == ABSENT:
             raise KeyError(key)
@@ -210,13 +213,15 @@ class TcpStore:
             )
         if self._closed:
             raise StateError("the store is closed")
+        if self._loss is not None:
+            raise self._lost()
 
-    def _lost(self, key: str, error: OSError) -> Exception:
+    def _lost(self) -> Exception:
         if self._closed:
             return StateError("the store was closed during a call")
         host, port = self.address
         return TransportError(
-            f"lost the store at {host}:{port} (key {key!r}: {error}); the process that serves it, "
+            f"lost the store at {host}:{port} ({self._loss}); the process that serves it, "
             "rank 0 unless you started it elsewhere, must outlive every group that uses it",
             transport="store",
             operation="store",

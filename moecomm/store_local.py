@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from moecomm.store_wire import LONGEST_WAIT_S
+
 
 class LocalStore:
     """The ``Store`` protocol over a dictionary. Any number of threads may use it."""
@@ -21,7 +23,9 @@ class LocalStore:
     def get(self, key: str, timeout_s: float) -> bytes:
         """The value of ``key``, or ``TimeoutError`` when it is not set within ``timeout_s``."""
         with self._changed:
-            if not self._changed.wait_for(lambda: key in self._values, max(0.0, timeout_s)):
+            if not self._changed.wait_for(
+                lambda: key in self._values, min(max(0.0, timeout_s), LONGEST_WAIT_S)
+            ):
                 raise TimeoutError(f"store key {key!r} was not set in {timeout_s:g} s")
             return self._values[key]
 

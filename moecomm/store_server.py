@@ -24,6 +24,7 @@ from moecomm.store import CLOSE_AFTER_FORK
 from moecomm.store_wire import (
     ABSENT,
     GREETING,
+    LONGEST_WAIT_S,
     MAGIC,
     MAX_MESSAGE,
     OK,
@@ -218,7 +219,8 @@ class StoreServer:
         else:
             client.waits_for, client.ticket = key, next(self._tickets)
             self._waiting[key].append(client)
-            heapq.heappush(self._deadlines, (time.monotonic() + wait_s, client.ticket, client))
+            deadline = time.monotonic() + min(wait_s, LONGEST_WAIT_S)
+            heapq.heappush(self._deadlines, (deadline, client.ticket, client))
 
     def _next_wait(self) -> float | None:
         while self._deadlines and self._deadlines[0][1] != self._deadlines[0][2].ticket:

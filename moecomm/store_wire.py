@@ -18,6 +18,7 @@ GREETING: Final = struct.Struct("!I")  # length of the job's name, after MAGIC
 OP_SET, OP_GET, OP_ADD, OP_DELETE, OP_EXCHANGE = range(5)
 OK, ABSENT, REFUSED = range(3)
 
+LONGEST_WAIT_S: Final = 1e6  # clocks and sockets take no infinite time-out
 GREETING_TIMEOUT_S: Final = 2.0  # a listener that stays silent this long is not ours
 RETRY_S: Final = 0.02
 
