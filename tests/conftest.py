@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -90,3 +91,11 @@ def cold_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("MOECOMM_CACHE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture(scope="module")
+def poisoned() -> Iterator[None]:
+    """The CPU's buffers start as NaN: whoever reads what nobody wrote is seen."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOECOMM_POISON", "1")
+        yield
