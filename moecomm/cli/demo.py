@@ -48,11 +48,11 @@ def demo(
     ] = None,
     ranks: Annotated[int, typer.Option(help="Processes that share the experts.")] = 4,
     device: Annotated[Device, typer.Option(help="auto: the CPU, in this version.")] = Device.auto,
-    tokens: Annotated[int, typer.Option(help="Use at most so many tokens of the text.")] = 512,
+    tokens: Annotated[int, typer.Option(help="Use at most so many tokens of the text.")] = 1024,
     step_tokens: Annotated[int, typer.Option(help="Tokens of one rank in one dispatch.")] = 64,
     experts: Annotated[int, typer.Option(help="Experts over all ranks.")] = 32,
     top_k: Annotated[int, typer.Option(help="Experts of one token.")] = 8,
-    hidden: Annotated[int, typer.Option(help="Width of a token's vector.")] = 512,
+    hidden: Annotated[int, typer.Option(help="Width of a token's vector.")] = 1024,
     inner: Annotated[int, typer.Option(help="Width inside an expert.")] = 512,
     layout: Annotated[
         LayoutOption, typer.Option(help="How received rows lie.")

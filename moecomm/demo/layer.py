@@ -99,6 +99,7 @@ def run_rank(group: Group, problem: Problem) -> RankResult:
     )
     with result.timed("set up"):
         comm = mc.MoeComm(cfg, group)
+        _warm_up(comm, x[:0], Routing(routing.topk_idx[:0], routing.topk_weights[:0]))
     with comm:
         hosted = [problem.expert(number) for number in comm.expert_range(group.rank)]
         result.received = np.zeros(len(hosted), np.int64)
@@ -110,6 +111,13 @@ def run_rank(group: Group, problem: Problem) -> RankResult:
     result.copies = stats.dispatch_tokens
     result.dispatch_bytes, result.combine_bytes = stats.dispatch_bytes, stats.combine_bytes
     return result
+
+
+def _warm_up(comm: mc.MoeComm, x: npt.NDArray[Any], routing: Routing) -> None:
+    """An exchange of no tokens: the first use of an input's dtype may compile a kernel."""
+    recv = comm.dispatch(x, routing.topk_idx, routing.topk_weights)
+    y = np.zeros(recv.x.shape, numpy_dtype(comm.config.combine_dtype))
+    comm.combine(y, recv.handle)
 
 
 def _step(

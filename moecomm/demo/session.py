@@ -33,9 +33,9 @@ class Options:
     text: Path | None = None
     ranks: int = 4
     device: str = "auto"
-    tokens: int = 512
+    tokens: int = 1024
     step_tokens: int = 64
-    hidden: int = 512
+    hidden: int = 1024
     inner: int = 512
     experts: int = 32
     top_k: int = 8
