@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moecomm.emulator.errors import CheckFailure, Deadlock, EmulatorError
+from moecomm.emulator.faults import Faults
 from moecomm.emulator.process import ProcessWorld
 from moecomm.emulator.program import EmulatorProgram
 from moecomm.emulator.simulate import fuzz, simulate
@@ -13,6 +14,7 @@ __all__ = [
     "Deadlock",
     "EmulatorError",
     "EmulatorProgram",
+    "Faults",
     "ProcessWorld",
     "Simulation",
     "fuzz",

@@ -7,8 +7,12 @@ from typing import Final
 
 from moecomm.emulator.errors import CheckFailure, Deadlock, EmulatorError
 
-# FailureKind (world.hpp): number → name.
-KINDS: Final = ("none", "deadlock", "divergence", "step limit", "stack overflow", "misuse")
+# FailureKind (checks.hpp): number → name.
+KINDS: Final = (
+    "none", "deadlock", "divergence", "step limit", "stack overflow", "out of memory",
+    "uninitialised read", "stale read", "race", "wrong scope", "misaligned access",
+    "access out of range",
+)  # fmt: skip
 _DEADLOCKS: Final = ("deadlock", "step limit")
 
 

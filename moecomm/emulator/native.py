@@ -16,6 +16,8 @@ MAX_BLOCK_THREADS: Final = 1024
 MAX_LAUNCH_THREADS: Final = 1 << 18  # all blocks of a launch are resident
 
 NO_RANK: Final = 0xFFFFFFFF
+TOO_MANY_THREADS: Final = 2**64 - 1  # instead of a launch's number
+MAX_CHECKED_THREADS: Final = 8192  # clocks.hpp: of all ranks' largest launches together
 
 # Event (world.hpp)
 BUDGET, FINISHED, FAILED, DIED, DEADLINE, STALLED = range(6)
@@ -35,6 +37,10 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "emu_steps": (_U64, [_POINTER]),
     "emu_move_time": (None, [_POINTER, _U64]),
     "emu_register": (_U32, [_POINTER, _U32, _U64, _U64, _U32, ctypes.c_char_p]),
+    "emu_mark_written": (_U32, [_POINTER, _U32, _U64, _U64]),
+    "emu_host_release": (None, [_POINTER, _U32, _U64]),
+    "emu_host_acquire": (None, [_POINTER, _U32, _U64]),
+    "emu_host_forget": (None, [_POINTER, _U64]),
     "emu_rank_dead": (_U32, [_POINTER, _U32]),
     "emu_failure_kind": (_U32, [_POINTER]),
     "emu_failure_rank": (_U32, [_POINTER]),
@@ -50,9 +56,13 @@ class Options(ctypes.Structure):
         ("simulation", _U32),
         ("seed", _U64),
         ("max_steps", _U64),
-        ("dead_rank", _U32),
+        ("checks", _U32),
         ("unused", _U32),
+        ("dead_rank", _U32),
+        ("delay_stores", _U32),
         ("dead_after_steps", _U64),
+        ("drop_nth_release", _U64),
+        ("duplicate_release", _U64),
     ]
 
 

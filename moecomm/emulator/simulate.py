@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
+from moecomm.emulator.faults import Faults
 from moecomm.emulator.simulation import Simulation
 
 
@@ -13,6 +14,8 @@ def simulate(
     num_ranks: int,
     *args: Any,
     seed: int = 0,
+    checks: bool | Literal["strict"] = True,
+    faults: Faults | None = None,
     max_steps: int | None = None,
 ) -> list[Any]:
     """Return ``[fn(group, *args) for each rank's group]``, all ranks running in one simulation.
@@ -21,7 +24,7 @@ def simulate(
     """
     from moecomm.group import Group
 
-    simulation = Simulation(num_ranks, seed=seed, max_steps=max_steps)
+    simulation = Simulation(num_ranks, seed=seed, checks=checks, faults=faults, max_steps=max_steps)
 
     def call(rank: int) -> Any:
         with Group(rank, num_ranks, simulation.store(rank), simulation=simulation) as group:
@@ -35,8 +38,10 @@ def fuzz(
     num_ranks: int,
     *args: Any,
     seeds: Iterable[int] = range(40),
+    checks: bool | Literal["strict"] = True,
+    faults: Faults | None = None,
     max_steps: int | None = None,
 ) -> None:
     """``simulate`` once for each seed; the first failure is raised and names its seed."""
     for seed in seeds:
-        simulate(fn, num_ranks, *args, seed=seed, max_steps=max_steps)
+        simulate(fn, num_ranks, *args, seed=seed, checks=checks, faults=faults, max_steps=max_steps)

@@ -8,6 +8,7 @@ go on. Time is the simulation's own and jumps over waits.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any, Final, Literal, TypeVar
 from moecomm.emulator import native
 from moecomm.emulator.errors import EmulatorError
 from moecomm.emulator.failures import failure_of
+from moecomm.emulator.faults import Faults
 from moecomm.emulator.hosts import Ended, Hosts, Unwound
 from moecomm.emulator.program import EmulatorProgram
 from moecomm.emulator.simulation_store import SimulationStore
@@ -51,28 +53,35 @@ class Simulation:
     Args:
         num_ranks: 1 to 1024.
         seed: 0 schedules fairly; any other seed is one unfair schedule, always the same.
+        checks: look at every access of the kernels' wrappers to registered memory (see
+            ``register``). ``"strict"``: shuffles, votes and matches of a warp order no memory,
+            which is what CUDA promises; else they order like ``__syncwarp``.
+        faults: what goes wrong on purpose.
         max_steps: thread switches after which the run counts as hung; ``None``: no limit. (Waits
             that only a timeout of more than an hour could end are found without it.)
 
     Use ``run`` once. ``launch``, ``register`` and the store are for the ranks' functions.
     """
 
-    def __init__(self, num_ranks: int, *, seed: int = 0, max_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        seed: int = 0,
+        checks: bool | Literal["strict"] = True,
+        faults: Faults | None = None,
+        max_steps: int | None = None,
+    ) -> None:
         if not 1 <= num_ranks <= 1024:
             raise ConfigError(f"num_ranks={num_ranks}: must be from 1 to 1024")
         if not 0 <= seed < 2**64:
             raise ConfigError(f"seed={seed}: must be from 0 to 2**64-1")
         self.num_ranks = num_ranks
         self.seed = seed
-        self.checks = False
+        self.checks = bool(checks)
+        self.faults = faults if faults is not None else Faults()
         self._runtime = native.runtime()
-        options = native.Options(
-            num_ranks=num_ranks,
-            simulation=1,
-            seed=seed,
-            max_steps=max_steps or 0,
-            dead_rank=native.NO_RANK,
-        )
+        options = self._options(2 if checks == "strict" else int(self.checks), max_steps or 0)
         self._world: int | None = self._runtime.emu_create(ctypes.byref(options))
         if not self._world:
             raise MemoryError("no memory for an emulator world")
@@ -84,7 +93,24 @@ class Simulation:
         self._ended: dict[int, Ended] = {}
         self._failure: tuple[int, BaseException] | None = None
         self._values: dict[str, bytes] = {}
+        self._tokens: dict[str, int] = {}  # key → number for the runtime
+        self._numbers = itertools.count()
         self._started = False
+
+    def _options(self, checks: int, max_steps: int) -> native.Options:
+        faults = self.faults
+        return native.Options(
+            num_ranks=self.num_ranks,
+            simulation=1,
+            seed=self.seed,
+            max_steps=max_steps,
+            checks=checks,
+            dead_rank=native.NO_RANK if faults.dead_rank is None else faults.dead_rank,
+            delay_stores=faults.delay_stores,
+            dead_after_steps=faults.dead_after_steps,
+            drop_nth_release=faults.drop_nth_release or 0,
+            duplicate_release=faults.duplicate_release or 0,
+        )
 
     # ---- for the caller ------------------------------------------------------------------------
 
@@ -134,7 +160,7 @@ class Simulation:
         """
         grid, block = native.dim3("grid", grid), native.dim3("block", block)
         native.check_launch(grid, block, shared_bytes)
-        entry = program.entry(kernel, len(args), checks=self.checks)
+        entry = program.entry(kernel, len(args), checks=self.checks or self.faults.touch_accesses)
         words = (ctypes.c_uint64 * max(1, len(config)))(*config)
 
         def start() -> int:
@@ -142,6 +168,11 @@ class Simulation:
                 self._live(), rank, entry, args, words, len(config),
                 (ctypes.c_uint32 * 3)(*grid), (ctypes.c_uint32 * 3)(*block), shared_bytes,
             )  # fmt: skip
+            if number == native.TOO_MANY_THREADS:
+                raise ConfigError(
+                    f"grid={grid}, block={block}: with checks, the largest launches of all ranks "
+                    f"may have {native.MAX_CHECKED_THREADS} threads together"
+                )
             if not number:
                 raise MemoryError(f"no memory for a launch of {grid} blocks of {block} threads")
             return number
@@ -149,7 +180,14 @@ class Simulation:
         self._hosts.ask(rank, _Launch(start))
 
     def register(self, rank: int, address: int, nbytes: int, kind: RangeKind, name: str) -> None:
-        """Name ``nbytes`` of memory of ``rank``, for reports and checks."""
+        """Name ``nbytes`` of memory of ``rank``, for reports and checks.
+
+        Checks watch accesses through the wrappers to registered memory. ``kind`` says what they
+        may read: ``"symmetric"``: only what a kernel with the same ``note_epoch`` wrote;
+        ``"local"``: only what has been written at all; ``"input"``: everything, since the host
+        has filled or zeroed it. Flags and counters, which are accessed atomically, may be read
+        from the start in every kind. Bytes that were registered before are forgotten first.
+        """
         if kind not in RANGE_KINDS:
             raise ConfigError(f"kind={kind!r}: must be one of {', '.join(RANGE_KINDS)}")
         if not self._runtime.emu_register(
@@ -158,7 +196,9 @@ class Simulation:
             raise MemoryError(f"no memory to register {name}")
 
     def mark_written(self, rank: int, address: int, nbytes: int) -> None:
-        """The host of ``rank`` has written these bytes."""
+        """Tell the checks that the host of ``rank`` has written these bytes just now."""
+        if not self._runtime.emu_mark_written(self._live(), rank, address, nbytes):
+            raise MemoryError(f"no memory to mark {nbytes} bytes as written")
 
     def store(self, rank: int) -> SimulationStore:
         """The store of the host side, as seen by ``rank``."""
@@ -166,8 +206,11 @@ class Simulation:
 
     def store_set(self, rank: int, key: str, value: bytes) -> None:
         self._values[key] = value
+        self._runtime.emu_host_release(self._live(), rank, self._token(key))
 
     def store_peek(self, rank: int, key: str) -> bytes | None:
+        if key in self._values:
+            self._runtime.emu_host_acquire(self._live(), rank, self._token(key))
         return self._values.get(key)
 
     def store_get(self, rank: int, key: str, timeout_s: float) -> bytes:
@@ -175,10 +218,16 @@ class Simulation:
             if timeout_s <= 0:
                 raise TimeoutError(f"store key {key!r} is not set")
             self._hosts.ask(rank, _Wait(key, self.time_ns + int(timeout_s * 1e9)))
+        self._runtime.emu_host_acquire(self._live(), rank, self._token(key))
         return self._values[key]
 
     def store_delete(self, key: str) -> None:
-        self._values.pop(key, None)
+        if self._values.pop(key, None) is not None:
+            self._runtime.emu_host_forget(self._live(), self._tokens.pop(key))
+
+    def _token(self, key: str) -> int:
+        """The number under which the runtime keeps what the key's writer knew."""
+        return self._tokens.setdefault(key, next(self._numbers))
 
     # ---- the turns -------------------------------------------------------------------------------
 
@@ -215,7 +264,7 @@ class Simulation:
         if isinstance(request, _Launch):
             try:
                 self._launches[request.start()] = rank
-            except MemoryError as error:
+            except (MemoryError, ConfigError) as error:
                 self._answers[rank] = error
 
     def _step(self) -> bool:

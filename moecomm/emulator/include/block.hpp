@@ -88,7 +88,6 @@ struct Launch {
     dim3 grid, block;
     u64 shared_bytes = 0;
     u64 live_threads = 0;
-    u64 epoch = 0;       // last one noted by any thread
     std::vector<std::unique_ptr<Block>> blocks;
 };
 
@@ -138,6 +137,7 @@ inline void prepare_block(Block& b, Launch& launch, u32 number, const Api* api)
         f.poll_began = f.idle_count = 0;
         f.wait_address = nullptr;
         f.epoch = 0;
+        f.delayed.clear();
     }
 }
 

@@ -2,7 +2,9 @@
 #pragma once
 
 #include "abi.hpp"
+#include "clocks.hpp"
 #include "context.hpp"
+#include "faults.hpp"
 
 namespace emu {
 
@@ -31,7 +33,9 @@ struct Fiber : Thread {
     const u64* wait_address = nullptr;
     u64 wait_expected = 0;
 
-    u64 epoch = 0;  // of note_epoch
+    u64 epoch = 0;        // of note_epoch
+    ThreadClock clock;    // happens-before, with checks
+    StoreBuffer delayed;  // data stores that a fault holds back
 };
 
 }  // namespace emu

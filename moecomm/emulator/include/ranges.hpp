@@ -3,6 +3,7 @@
 
 #include "abi.hpp"
 
+#include <array>
 #include <cstdint>
 #include <cstdio>
 #include <map>
@@ -38,7 +39,7 @@ public:
 
     void remove(uintptr_t begin, uintptr_t end)
     {
-        last_ = nullptr;
+        recent_.fill(nullptr);
         auto it = by_begin_.upper_bound(begin);
         if (it != by_begin_.begin()) --it;
         while (it != by_begin_.end() && it->second.begin < end) {
@@ -55,12 +56,13 @@ public:
 
     const Range* find(uintptr_t address)
     {
-        if (last_ && last_->holds(address)) return last_;
+        const Range*& recent = recent_[address / 128 % recent_.size()];
+        if (recent && recent->holds(address)) return recent;
         auto it = by_begin_.upper_bound(address);
         if (it == by_begin_.begin()) return nullptr;
         --it;
         if (!it->second.holds(address)) return nullptr;
-        return last_ = &it->second;
+        return recent = &it->second;
     }
 
     // "combine_row+0x40 of rank 2", or the bare address.
@@ -88,7 +90,7 @@ private:
     }
 
     std::map<uintptr_t, Range> by_begin_;
-    const Range* last_ = nullptr;
+    std::array<const Range*, 64> recent_ = {};
 };
 
 }  // namespace emu

@@ -28,20 +28,40 @@ u64 api_time_ns(Thread* t)
 void api_note_epoch(Thread* t, u64 epoch)
 {
     fiber(t)->epoch = epoch;
-    fiber(t)->block->launch->epoch = epoch;
 }
 void api_note_wait(Thread* t, const u64* address, u64 expected)
 {
     fiber(t)->wait_address = address;
     fiber(t)->wait_expected = expected;
 }
-void api_fence(Thread*, Scope) {}
+void api_fence(Thread* t, Scope) { world(fiber(t))->fence(fiber(t)); }
+void api_data_load(Thread* t, const void* from, void* to, u32 bytes)
+{
+    world(fiber(t))->data_load(fiber(t), from, to, bytes);
+}
+void api_data_store(Thread* t, void* to, const void* from, u32 bytes)
+{
+    world(fiber(t))->data_store(fiber(t), to, from, bytes);
+}
+void api_atomic_load(Thread* t, const void* p, u32 bytes, Order order, Scope scope)
+{
+    world(fiber(t))->atomic_load(fiber(t), p, bytes, order, scope);
+}
+bool api_atomic_store(Thread* t, void* p, u32 bytes, u64 value, Order order, Scope scope)
+{
+    return world(fiber(t))->atomic_store(fiber(t), p, bytes, value, order, scope);
+}
+u32 api_atomic_update(Thread* t, void* p, u32 bytes, Order order, Scope scope)
+{
+    return world(fiber(t))->atomic_update(fiber(t), p, bytes, order, scope);
+}
 
 }  // namespace
 
 const Api kApi = {
     api_block_barrier, api_warp, api_preempt, api_poll, api_time_ns, api_note_epoch,
-    api_note_wait, api_fence, nullptr, nullptr, nullptr, nullptr, nullptr,
+    api_note_wait, api_fence, api_data_load, api_data_store, api_atomic_load, api_atomic_store,
+    api_atomic_update,
 };
 
 }  // namespace emu
@@ -61,7 +81,7 @@ EMU_EXPORT World* emu_create(const emu::Options* options) noexcept
 
 EMU_EXPORT void emu_destroy(World* world) noexcept { delete world; }
 
-// Returns the launch's number, or 0 when there is no memory for it.
+// Returns the launch's number; 0: no memory for it; ~0: too many threads for the checks.
 EMU_EXPORT u64 emu_launch(World* world, u32 rank, const emu::Kernel* kernel, const void* args,
                           const u64* config, u64 config_words, const u32* grid, const u32* block,
                           u64 shared_bytes) noexcept
@@ -78,7 +98,13 @@ EMU_EXPORT u64 emu_launch(World* world, u32 rank, const emu::Kernel* kernel, con
 // Runs until something happens; an Event. At most about `wall_ns` of real time.
 EMU_EXPORT u32 emu_step(World* world, u64 wall_ns, u64 deadline_ns) noexcept
 {
-    return static_cast<u32>(world->step(wall_ns, deadline_ns));
+    try {
+        return static_cast<u32>(world->step(wall_ns, deadline_ns));
+    } catch (const std::exception& error) {
+        world->failure.kind = emu::FailureKind::out_of_memory;
+        world->failure.text = error.what();
+        return static_cast<u32>(emu::Event::failed);
+    }
 }
 
 // After Event finished: the number of one finished launch.
@@ -114,11 +140,36 @@ EMU_EXPORT u32 emu_register(World* world, u32 rank, const void* address, u64 byt
         r.kind = static_cast<emu::RangeKind>(kind);
         r.name = name;
         world->ranges.add(r);
+        if (world->checks) world->checks->new_range(r);
         return 1;
     } catch (const std::exception&) {
         return 0;
     }
 }
+
+EMU_EXPORT u32 emu_mark_written(World* world, u32 rank, const void* address, u64 bytes) noexcept
+{
+    try {
+        const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
+        if (world->checks && bytes) world->checks->host_wrote(rank, begin, begin + bytes);
+        return 1;
+    } catch (const std::exception&) {
+        return 0;
+    }
+}
+
+// What the host of a rank knows travels with what it tells another host: `token` names it.
+EMU_EXPORT void emu_host_release(World* world, u32 rank, u64 token)
+{
+    if (world->checks) world->host_releases[token] = world->checks->host_release(rank);
+}
+EMU_EXPORT void emu_host_acquire(World* world, u32 rank, u64 token)
+{
+    const auto found = world->host_releases.find(token);
+    if (world->checks && found != world->host_releases.end())
+        world->checks->host_acquire(rank, found->second);
+}
+EMU_EXPORT void emu_host_forget(World* world, u64 token) { world->host_releases.erase(token); }
 
 EMU_EXPORT u32 emu_rank_dead(const World* world, u32 rank) noexcept
 {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "block.hpp"
+#include "checks.hpp"
 #include "clock.hpp"
 #include "fuzz.hpp"
 #include "ranges.hpp"
@@ -10,6 +11,8 @@
 #include "warp.hpp"
 
 #include <deque>
+#include <exception>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -25,8 +28,6 @@ enum class Event : u32 {
     stalled = 5,   // no launch of a living rank is left
 };
 
-enum class FailureKind : u32 { none = 0, deadlock, divergence, step_limit, stack_overflow, misuse };
-
 struct Failure {
     FailureKind kind = FailureKind::none;
     u32 rank = 0;
@@ -38,13 +39,21 @@ struct Options {
     u32 simulation = 0;  // 0: one rank of several processes, real time
     u64 seed = 0;        // 0: fair
     u64 max_steps = 0;   // 0: no limit
-    u32 dead_rank = ~0u;       // stops being scheduled ...
+    u32 checks = 0;      // 1: on; 2: warp collectives other than __syncwarp order nothing
     u32 unused = 0;
-    u64 dead_after_steps = 0;  // ... after so many steps of its threads
+    FaultOptions faults;
 };
 
 // A simulation in which nothing but time has passed for this long will not go on.
 constexpr u64 kIdleLimitNs = 3600ull * 1000000000ull;
+
+struct Again {
+    u64* word = nullptr;
+    u64 value = 0;
+    u64 at_step = 0;
+};
+
+constexpr u64 kTooManyThreads = ~0ull;  // instead of a launch's number
 
 struct RankState {
     u64 steps = 0;
@@ -58,7 +67,9 @@ struct World {
         : options(o),
           scheduler(o.seed ? static_cast<Scheduler*>(new FuzzScheduler(o.seed))
                            : new FairScheduler),
-          ranks(o.num_ranks)
+          ranks(o.num_ranks),
+          checks(o.checks ? new Checks(o.num_ranks, ranges, o.checks == 2) : nullptr),
+          fault_random_(o.seed)
     {
     }
     ~World() { abandon(); }
@@ -77,9 +88,16 @@ struct World {
     u64 warp(Fiber* f, WarpOp op, u32 mask, u64 value, u32 source);
     void preempt(Fiber* f);
     void poll(Fiber* f);
+    void data_load(Fiber* f, const void* from, void* to, u32 bytes);
+    void data_store(Fiber* f, void* to, const void* from, u32 bytes);
+    void atomic_load(Fiber* f, const void* p, u32 bytes, Order order, Scope scope);
+    bool atomic_store(Fiber* f, void* p, u32 bytes, u64 value, Order order, Scope scope);
+    u32 atomic_update(Fiber* f, void* p, u32 bytes, Order order, Scope scope);
+    void fence(Fiber* f);
     void finish(Fiber* f);
     // Ends the run. Set failure.text before: nothing on this stack is destroyed.
     [[noreturn]] void stop(FailureKind kind, const Fiber* f);
+    void verify(bool ok, const Fiber* f);
 
     Options options;
     std::unique_ptr<Scheduler> scheduler;
@@ -88,6 +106,8 @@ struct World {
     Failure failure;
     Ranges ranges;
     std::vector<RankState> ranks;
+    std::unique_ptr<Checks> checks;  // null: off
+    std::map<u64, Released> host_releases;  // by the host's name for them
     std::vector<std::unique_ptr<Launch>> launches;  // not yet finished
     std::deque<u64> finished;
     u64 steps = 0;
@@ -115,16 +135,15 @@ private:
     u64 next_id_ = 1;
     u64 idle_turns_ = 0;
     u64 jumped_at_ = 0;       // the scheduler's progress when the clock last jumped
+    Random fault_random_;
+    u64 num_releases_ = 0;
+    Again again_;             // a flag store that a fault will do a second time
+    std::vector<ThreadClock*> clocks_;  // scratch: who takes part in a barrier
     u32 died_ = ~0u;          // a rank whose death is yet to be reported
     std::vector<std::unique_ptr<Block>> spare_;
 };
 
-// In report.hpp.
-std::string describe_thread(const Fiber& f);
-std::string describe_waits(World& w, u32* first_rank);
-const char* name_of(BarrierOp op);
-const char* name_of(WarpOp op);
-std::string hex(u64 value);
+std::string describe_waits(World& w, u32* first_rank);  // report.hpp
 
 inline Fiber* fiber(Thread* t) { return static_cast<Fiber*>(t); }
 inline World* world(const Fiber* f) { return f->block->launch->world; }
@@ -134,8 +153,14 @@ inline void fiber_main()
 {
     Fiber* f = fiber(self());
     const Launch* launch = f->block->launch;
-    launch->kernel->run(launch->args.data());
-    world(f)->finish(f);
+    World* w = world(f);
+    try {
+        launch->kernel->run(launch->args.data());
+    } catch (const std::exception& error) {  // of the runtime: device code throws nothing
+        w->failure.text = describe_thread(*f) + ": " + error.what();
+        w->stop(FailureKind::out_of_memory, f);
+    }
+    w->finish(f);
 }
 
 // ---- launches -------------------------------------------------------------------------------------
@@ -163,6 +188,10 @@ inline u64 World::launch(u32 rank, const Kernel* kernel, const void* args, const
         spare_.pop_back();
         prepare_block(*l->blocks.back(), *l, static_cast<u32>(i), &kApi);
     }
+    if (checks && !checks->begin_launch(*l)) {
+        retire(l.get());
+        return kTooManyThreads;
+    }
     for (auto& b : l->blocks)
         for (u32 i = 0; i < b->num_threads; ++i) scheduler->add(&b->fibers[i]);
     scheduler->note_progress();
@@ -187,6 +216,7 @@ inline u64 World::take_finished()
     finished.pop_front();
     for (auto& l : launches)
         if (l->id == id) {
+            if (checks) checks->end_launch(*l);
             retire(l.get());
             break;
         }
@@ -216,7 +246,7 @@ inline bool World::living(const Fiber* f)
     const u32 rank = f->block->launch->rank;
     RankState& state = ranks[rank];
     if (state.dead) return false;
-    if (rank == options.dead_rank && state.steps >= options.dead_after_steps) {
+    if (rank == options.faults.dead_rank && state.steps >= options.faults.dead_after_steps) {
         state.dead = true;
         died_ = rank;
         return false;
@@ -235,6 +265,11 @@ inline bool World::any_living() const
 inline Fiber* World::take_next()
 {
     if (steps >= stop_at_ || failure.kind != FailureKind::none) return nullptr;
+    if (again_.word && steps >= again_.at_step) {
+        __atomic_store_n(again_.word, again_.value, __ATOMIC_RELEASE);
+        again_.word = nullptr;
+        scheduler->note_progress();
+    }
     for (;;) {
         Fiber* f = scheduler->next();
         if (!f) return nullptr;
@@ -361,6 +396,7 @@ inline void World::finish(Fiber* f)
 {
     f->state = State::done;
     f->wrote = 0;
+    f->delayed.let_out_all();
     scheduler->note_progress();
     Block& b = *f->block;
     --b.alive;
@@ -393,6 +429,79 @@ inline void World::stop(FailureKind kind, const Fiber* f)
     __builtin_unreachable();
 }
 
+// ---- accesses of programs built with checks -----------------------------------------------------------
+inline void World::verify(bool ok, const Fiber* f)
+{
+    if (ok) return;
+    failure.text = checks->violation().text;
+    stop(checks->violation().kind, f);
+}
+
+inline void World::data_load(Fiber* f, const void* from, void* to, u32 bytes)
+{
+    if (checks) verify(checks->load(f, from, bytes), f);
+    if (!f->delayed.empty()) f->delayed.let_out(from, bytes);
+    std::memcpy(to, from, bytes);
+}
+
+inline void World::data_store(Fiber* f, void* to, const void* from, u32 bytes)
+{
+    if (checks) verify(checks->store(f, to, bytes), f);
+    if (options.faults.delay_stores) {
+        const Range* range = ranges.find(reinterpret_cast<uintptr_t>(to));
+        StoreBuffer& delayed = f->delayed;
+        delayed.let_out(to, bytes);
+        if (!delayed.empty() && fault_random_.chance(16))
+            delayed.let_out_one(fault_random_.below(delayed.size()));
+        if (range && range->rank != f->block->launch->rank) {
+            delayed.push(to, from, bytes);
+            return;
+        }
+    }
+    std::memcpy(to, from, bytes);
+}
+
+inline void World::atomic_load(Fiber* f, const void* p, u32 bytes, Order order, Scope scope)
+{
+    if (!f->delayed.empty()) f->delayed.let_out(p, bytes);
+    if (checks) verify(checks->atomic_load(f, p, bytes, order, scope), f);
+}
+
+// The n-th release of a flag that the simulation knows is lost, or done twice.
+inline bool World::atomic_store(Fiber* f, void* p, u32 bytes, u64 value, Order order, Scope scope)
+{
+    f->delayed.let_out(p, bytes);
+    if (order == Order::release) f->delayed.let_out_all();
+    if (order == Order::release && ranges.find(reinterpret_cast<uintptr_t>(p))) {
+        ++num_releases_;
+        if (num_releases_ == options.faults.drop_nth_release) return false;
+        if (num_releases_ == options.faults.duplicate_release)
+            again_ = {static_cast<u64*>(p), value, steps + fault_random_.below(1000)};
+    }
+    if (checks) verify(checks->atomic_store(f, p, bytes, order, scope), f);
+    return true;
+}
+
+inline u32 World::atomic_update(Fiber* f, void* p, u32 bytes, Order order, Scope scope)
+{
+    f->delayed.let_out(p, bytes);
+    u32 times = 1;
+    if (order != Order::relaxed) f->delayed.let_out_all();
+    if (order == Order::release && ranges.find(reinterpret_cast<uintptr_t>(p))) {
+        ++num_releases_;
+        if (num_releases_ == options.faults.drop_nth_release) return 0;
+        if (num_releases_ == options.faults.duplicate_release) times = 2;
+    }
+    if (checks) verify(checks->atomic_update(f, p, bytes, order, scope), f);
+    return times;
+}
+
+inline void World::fence(Fiber* f)
+{
+    f->delayed.let_out_all();
+    if (checks) checks->fence(f);
+}
+
 // ---- barriers and collectives ----------------------------------------------------------------------------
 inline u64 World::block_barrier(Fiber* f, BarrierOp op, u32 predicate)
 {
@@ -403,6 +512,7 @@ inline u64 World::block_barrier(Fiber* f, BarrierOp op, u32 predicate)
                        " while other threads of its block wait in " + name_of(barrier.op);
         stop(FailureKind::divergence, f);
     }
+    f->delayed.let_out_all();
     barrier.op = op;
     ++barrier.arrived;
     barrier.count += predicate;
@@ -416,8 +526,15 @@ inline u64 World::block_barrier(Fiber* f, BarrierOp op, u32 predicate)
     return barrier.result;
 }
 
-inline void World::complete_barrier(Block& b, Fiber*)
+inline void World::complete_barrier(Block& b, Fiber* last)
 {
+    if (checks) {
+        clocks_.clear();
+        for (u32 i = 0; i < b.num_threads; ++i)
+            if (b.fibers[i].state == State::at_barrier || &b.fibers[i] == last)
+                clocks_.push_back(&b.fibers[i].clock);
+        checks->barrier(clocks_);
+    }
     Barrier& barrier = b.barrier;
     switch (barrier.op) {
         case BarrierOp::plain: barrier.result = 0; break;
@@ -446,6 +563,7 @@ inline u64 World::warp(Fiber* f, WarpOp op, u32 mask, u64 value, u32 source)
                        hex(mask) + ", which does not hold its own lane";
         stop(FailureKind::divergence, f);
     }
+    f->delayed.let_out_all();
     f->warp_value = value;
     f->warp_source = source;
     u32 g = 0;
@@ -491,6 +609,12 @@ inline void World::complete_group(Block& b, u32 warp, u32 g, Fiber* last)
     w.groups[g] = w.groups[--w.num_groups];
     Fiber* lanes = &b.fibers[warp * kWarp];
     compute_results(group.op, lanes, group.arrived);
+    if (checks && checks->orders(group.op)) {
+        clocks_.clear();
+        for (u32 lane = 0; lane < kWarp; ++lane)
+            if (group.arrived >> lane & 1) clocks_.push_back(&lanes[lane].clock);
+        checks->barrier(clocks_);
+    }
     scheduler->note_progress();
     for (u32 lane = kWarp; lane-- > 0;) {
         Fiber& f = lanes[lane];
