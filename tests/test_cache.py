@@ -8,14 +8,13 @@ import multiprocessing
 import os
 import signal
 import stat
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cache_worker import CONTENT, build_forever, race
+from privileges import ordinary_folder
 
 from moecomm import cache as cache_module
 from moecomm import cache_files, env
@@ -316,35 +315,19 @@ def test_directory_that_cannot_be_written(
     assert os.strerror(code) in check_private(cache, build, caplog)
 
 
-@pytest.fixture
-def ordinary_user() -> Iterator[int]:
-    """Run the test without the superuser's rights, which modes do not stop."""
-    if os.geteuid() != 0:
-        yield os.geteuid()
-        return
-    os.seteuid(65534)
-    try:
-        yield 65534
-    finally:
-        os.seteuid(0)
-
-
 @pytest.mark.parametrize("mode", [0o500, 0o000])
-def test_directory_modes(
-    ordinary_user: int, mode: int, build: Builder, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_directory_modes(mode: int, build: Builder, caplog: pytest.LogCaptureFixture) -> None:
     """G03."""
-    with tempfile.TemporaryDirectory() as parent:
-        root = Path(parent) / "cache"
+    with ordinary_folder() as parent:
+        root = parent / "cache"
         root.mkdir(mode=mode)
-        assert root.stat().st_uid == ordinary_user
         assert "Permission denied" in check_private(Cache(root), build, caplog)
 
 
-def test_entry_mode_000(ordinary_user: int, build: Builder) -> None:
+def test_entry_mode_000(build: Builder) -> None:
     """G03."""
-    with tempfile.TemporaryDirectory() as parent:
-        cache = Cache(Path(parent) / "cache")
+    with ordinary_folder() as parent:
+        cache = Cache(parent / "cache")
         cache.get(KEY, ".cubin", build).chmod(0)
         assert cache.get(KEY, ".cubin", build).read_bytes() == CONTENT
         assert build.calls == 2

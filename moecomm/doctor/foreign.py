@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -24,6 +25,11 @@ _QUESTIONS: Final = {
 }
 
 
+_CHILD: Final = (
+    "import sys; from moecomm.doctor.foreign import answer; answer(sys.argv[1], sys.argv[2:])"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """The child gave no answer; ``why`` is one line."""
@@ -33,10 +39,11 @@ class Failure:
 
 def ask(question: str, *arguments: str, timeout_s: float = TIMEOUT_S) -> Any | Failure:
     """Return the answer of one question, or why there is none."""
-    command = [sys.executable, "-m", "moecomm.doctor.foreign", question, *arguments]
+    command = [sys.executable, "-c", _CHILD, question, *arguments]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=False
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, env=env
         )
     except subprocess.TimeoutExpired:
         return Failure(f"no answer within {timeout_s:.0f} s")
@@ -61,7 +68,3 @@ def answer(question: str, arguments: list[str]) -> None:
     result = getattr(importlib.import_module(module), function)(*arguments)
     sys.stdout.write(json.dumps(result) + "\n")
     sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    answer(sys.argv[1], sys.argv[2:])
