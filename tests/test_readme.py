@@ -75,7 +75,7 @@ def test_commands_and_options_exist(document: Path) -> None:
     """Every `moecomm ...` in code: its subcommand and long options are in that help."""
     spans = re.findall(r"`+([^`]+)`+", document.read_text(encoding="utf-8"))
     for span in spans:
-        for line in re.findall(r"\bmoecomm (?!is |or )([a-z]+[^&|\n;]*)", span):
+        for line in re.findall(r"(?:^|\$ |&& )moecomm ([a-z]+[^&|\n;]*)", span, re.M):
             name, *rest = line.split()
             shown = subprocess.run(
                 [sys.executable, "-m", "moecomm", name, "--help"],
