@@ -10,6 +10,8 @@ Importing the package needs numpy alone; everything else is loaded when it is fi
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -86,3 +88,15 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _Package(ModuleType):
+    """``moecomm.run`` is the function, whoever imports the module of that name first."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "run" and isinstance(value, ModuleType):
+            return  # what the import system does after loading a submodule
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

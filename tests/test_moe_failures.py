@@ -104,9 +104,13 @@ def _shot(group: mc.Group) -> int:
         if group.rank == DEAD:
             subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {os.getpid()}"])
         with pytest.raises(mc.PeerTimeout) as caught:
-            while True:
-                run_case(comm, given)
+            _for_ever(comm, given)
     return caught.value.peer
+
+
+def _for_ever(comm: mc.MoeComm, given: Case) -> None:
+    while True:
+        run_case(comm, given)
 
 
 def test_c02_a_stopped_peer_that_comes_back_is_told() -> None:
@@ -121,11 +125,10 @@ def _stopped(group: mc.Group) -> tuple[int | None, int]:
     pids = [int(pid) for pid in group.all_gather(str(os.getpid()).encode(), 30)]
     with mc.MoeComm(CFG, group) as comm:
         run_case(comm, given)
+        if group.rank == DEAD:
+            os.kill(os.getpid(), signal.SIGSTOP)
         with pytest.raises(mc.PeerTimeout) as caught:
-            if group.rank == DEAD:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            while True:
-                run_case(comm, given)
+            _for_ever(comm, given)
         if group.rank == 0:
             os.kill(pids[DEAD], signal.SIGCONT)
     return caught.value.rank, caught.value.peer
