@@ -16,7 +16,6 @@ constexpr u32 kWarp = 32;
 constexpr int kPoison = 0xcb;  // shared memory starts out as this
 constexpr size_t kSharedAlign = 1024;
 
-struct World;
 struct Launch;
 
 // Lanes of one warp that wait in the same collective: disjoint masks may be under way at once.
@@ -132,6 +131,7 @@ inline void prepare_block(Block& b, Launch& launch, u32 number, const Api* api)
         f.block_dim = launch.block;
         f.grid_dim = launch.grid;
         f.block = &b;
+        f.world = launch.world;
         f.index = i;
         f.state = State::fresh;
         f.poll_began = f.idle_count = 0;

@@ -9,6 +9,7 @@
 namespace emu {
 
 struct Block;
+struct World;
 
 enum class State : u8 { fresh, ready, polling, at_barrier, at_warp, done };
 
@@ -16,6 +17,7 @@ struct Fiber : Thread {
     Context context;
     char* stack = nullptr;  // taken when it first runs, given back when it ends
     Block* block = nullptr;
+    World* world = nullptr;
     Fiber* next = nullptr;  // in a list of the scheduler
     u32 index = 0;          // linear thread index in the block
     State state = State::fresh;

@@ -11,17 +11,17 @@ namespace {
 
 u64 api_block_barrier(Thread* t, BarrierOp op, u32 predicate)
 {
-    return world(fiber(t))->block_barrier(fiber(t), op, predicate);
+    return fiber(t)->world->block_barrier(fiber(t), op, predicate);
 }
 u64 api_warp(Thread* t, WarpOp op, u32 mask, u64 value, u32 source)
 {
-    return world(fiber(t))->warp(fiber(t), op, mask, value, source);
+    return fiber(t)->world->warp(fiber(t), op, mask, value, source);
 }
-void api_preempt(Thread* t) { world(fiber(t))->preempt(fiber(t)); }
-void api_poll(Thread* t) { world(fiber(t))->poll(fiber(t)); }
+void api_preempt(Thread* t) { fiber(t)->world->preempt(fiber(t)); }
+void api_poll(Thread* t) { fiber(t)->world->poll(fiber(t)); }
 u64 api_time_ns(Thread* t)
 {
-    World* w = world(fiber(t));
+    World* w = fiber(t)->world;
     w->virtual_clock.spend(10);  // a loop that only looks at the clock must see it move
     return w->time_ns();
 }
@@ -34,26 +34,26 @@ void api_note_wait(Thread* t, const u64* address, u64 expected)
     fiber(t)->wait_address = address;
     fiber(t)->wait_expected = expected;
 }
-void api_fence(Thread* t, Scope) { world(fiber(t))->fence(fiber(t)); }
+void api_fence(Thread* t, Scope) { fiber(t)->world->fence(fiber(t)); }
 void api_data_load(Thread* t, const void* from, void* to, u32 bytes)
 {
-    world(fiber(t))->data_load(fiber(t), from, to, bytes);
+    fiber(t)->world->data_load(fiber(t), from, to, bytes);
 }
 void api_data_store(Thread* t, void* to, const void* from, u32 bytes)
 {
-    world(fiber(t))->data_store(fiber(t), to, from, bytes);
+    fiber(t)->world->data_store(fiber(t), to, from, bytes);
 }
 void api_atomic_load(Thread* t, const void* p, u32 bytes, Order order, Scope scope)
 {
-    world(fiber(t))->atomic_load(fiber(t), p, bytes, order, scope);
+    fiber(t)->world->atomic_load(fiber(t), p, bytes, order, scope);
 }
 bool api_atomic_store(Thread* t, void* p, u32 bytes, u64 value, Order order, Scope scope)
 {
-    return world(fiber(t))->atomic_store(fiber(t), p, bytes, value, order, scope);
+    return fiber(t)->world->atomic_store(fiber(t), p, bytes, value, order, scope);
 }
 u32 api_atomic_update(Thread* t, void* p, u32 bytes, Order order, Scope scope)
 {
-    return world(fiber(t))->atomic_update(fiber(t), p, bytes, order, scope);
+    return fiber(t)->world->atomic_update(fiber(t), p, bytes, order, scope);
 }
 
 }  // namespace

@@ -155,11 +155,13 @@ public:
                 if (entry.first >= first && entry.first < last)
                     stamp(*entry.second, entry.first, fresh);
         }
-        size_t kept = 0;
-        for (const Stamp& s : stamps_)
-            if (s.begin < begin || s.end > end) stamps_[kept++] = s;
-        stamps_.resize(kept);
-        stamps_.push_back(fresh);
+        std::vector<Stamp> rest;
+        for (const Stamp& s : stamps_) {
+            if (s.begin < begin) rest.push_back({s.begin, s.end < begin ? s.end : begin, s.by});
+            if (s.end > end) rest.push_back({s.begin > end ? s.begin : end, s.end, s.by});
+        }
+        if (by.slot != kNobody) rest.push_back(fresh);
+        stamps_.swap(rest);
         for (auto it = words_.begin(); it != words_.end();)
             it = it->first >= begin && it->first < end ? words_.erase(it) : std::next(it);
     }
@@ -190,9 +192,10 @@ private:
     void stamp(Page& page, uintptr_t number, const Stamp& s)
     {
         const uintptr_t start = number * kPageBytes;
-        for (u32 i = 0; i < kPageBytes / kGranule; ++i) {
-            const uintptr_t at = start + i * kGranule;
-            if (at + kGranule <= s.begin || at >= s.end) continue;
+        const uintptr_t begin = s.begin > start ? s.begin - start : 0;
+        const uintptr_t end = s.end < start + kPageBytes ? s.end - start : kPageBytes;
+        if (s.end <= start || begin >= end) return;
+        for (uintptr_t i = begin / kGranule; i < (end + kGranule - 1) / kGranule; ++i) {
             Cell& c = page.cells[i];
             if (c.flags & kFine) join_fine(c);
             forget_readers(c);
@@ -212,7 +215,7 @@ private:
 
     std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages_;
     std::array<Cached, 256> cache_;
-    std::vector<Stamp> stamps_;
+    std::vector<Stamp> stamps_;  // what the host wrote; they do not overlap
     std::vector<std::array<Cell, kGranule>> fine_;
     std::vector<u32> free_fine_;
     std::vector<AccessList> lists_;

@@ -146,14 +146,13 @@ private:
 std::string describe_waits(World& w, u32* first_rank);  // report.hpp
 
 inline Fiber* fiber(Thread* t) { return static_cast<Fiber*>(t); }
-inline World* world(const Fiber* f) { return f->block->launch->world; }
 
 // First function on a fresh stack.
 inline void fiber_main()
 {
     Fiber* f = fiber(self());
     const Launch* launch = f->block->launch;
-    World* w = world(f);
+    World* w = f->world;
     try {
         launch->kernel->run(launch->args.data());
     } catch (const std::exception& error) {  // of the runtime: device code throws nothing
