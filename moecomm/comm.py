@@ -34,7 +34,8 @@ class MoeComm:
     Args:
         cfg: the exchange; must be equal on all ranks.
         group: the ranks that take part.
-        transport: how bytes reach a peer; ``"auto"`` picks and logs why.
+        transport: how bytes reach a peer; ``"auto"``: the group's, which, if ``"auto"`` too, is
+            picked, and the log says why.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; ``None``: what the group was started for.
         kernels: ``"auto"`` or ``"cuda"``.
 
@@ -55,15 +56,18 @@ class MoeComm:
     ) -> None:
         self.config = cfg
         self.group = group
-        self.layout = Layout(cfg, group.size, group.rank)
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._slots: list[Handle | None] = [None] * cfg.in_flight
         self._serial = 0
         self._failure: PeerTimeout | None = None
         self._closed = False
-        kernels = runtime.choose_kernels(kernels)
-        agree(group, cfg, {"kernels": kernels, "transport": transport}, cfg.timeout_s)
+        transport = group.transport if transport == "auto" else transport
+        # First of all: an argument that only this rank cannot use is then everybody's error.
+        wanted = "cuda" if kernels == "auto" else kernels
+        agree(group, cfg, {"kernels": wanted, "transport": transport}, cfg.timeout_s)
+        runtime.choose_kernels(kernels)
+        self.layout = Layout(cfg, group.size, group.rank)
         self._runtime = runtime.open_runtime(self.layout, group, transport, device)
         self.device = self._runtime.device
         group.barrier(cfg.timeout_s)
@@ -253,6 +257,8 @@ class MoeComm:
 
     def release(self, handle: Handle) -> None:
         """Close ``handle`` without combining; ``handle.close()`` is the same."""
+        if os.getpid() != self._pid:
+            return  # a forked child: the handle is its parent's
         with self._lock:
             if handle.state in (State.CLOSED, State.FAILED) or self._closed or self._failure:
                 return
@@ -261,7 +267,12 @@ class MoeComm:
             self._free(handle, State.CLOSED)
 
     def close(self) -> None:
-        """Let go of everything. Idempotent; not collective; peers that still wait time out."""
+        """Let go of everything. Idempotent; not collective; peers that still wait time out.
+
+        In a forked child it does nothing.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._closed:
                 return
