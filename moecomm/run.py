@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -128,3 +130,14 @@ def _check(
     if not seconds > 0:
         raise ConfigError(f"timeout_s={timeout!r}: must be a number of seconds above 0")
     return Job(fn, num_ranks, args, device, transport, seconds)
+
+
+class _CallableModule(types.ModuleType):
+    """``moecomm.run`` is the function, until somebody imports this module by its name, which
+    makes Python put the module there. Then calling that does the same."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return run(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

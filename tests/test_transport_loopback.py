@@ -566,7 +566,7 @@ def test_kill_and_restart_leave_nothing_behind(tmp_path: Path) -> None:  # D17
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     shm_before = set(os.listdir("/dev/shm"))
-    for n in range(20):
+    for n in range(12):
         who = "parent" if n % 4 == 3 else "rank"
         done = subprocess.run(
             [sys.executable, script, who],
