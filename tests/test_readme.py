@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import moecomm
+from moecomm.env import VARIABLES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -111,3 +112,21 @@ def test_extras_named_in_documents_exist() -> None:
         for named in re.findall(r"\.?\[([a-z0-9,]+)\]\"", document.read_text(encoding="utf-8")):
             assert set(named.split(",")) <= extras
     assert extras >= {"cuda13", "nvshmem", "verbs", "efa", "torch", "tune", "test", "dev"}
+
+
+def test_every_environment_variable_is_in_the_architecture() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = [f"| `{v.full_name}` | {v.default} | {v.meaning} |" for v in VARIABLES]
+    assert rows == re.findall(r"^\| `MOECOMM_.*\|$", text, re.MULTILINE)
+
+
+def test_snippets_of_the_documents_run() -> None:
+    snippets = [
+        block
+        for document in DOCUMENTS
+        if document.parent.name == "docs"
+        for block in blocks(document.read_text(encoding="utf-8"), "python")
+    ]
+    assert snippets
+    for snippet in snippets:
+        exec(compile(snippet, "a document's snippet", "exec"), {"__name__": "snippet"})
