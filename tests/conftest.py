@@ -30,9 +30,8 @@ def _gpu_count() -> tuple[int, str]:
     count = ctypes.c_int(0)
     if driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
         return 0, "the CUDA driver sees no device"
-    missing = [m for m in ("cuda.core", "cupy") if not _importable(m)]
-    if missing:
-        return 0, f"Python packages {', '.join(missing)} (pip install 'moecomm[cuda13]')"
+    if not _importable("cuda.core"):
+        return 0, "Python package cuda-core (pip install 'moecomm[cuda13]')"
     return count.value, ""
 
 
