@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,13 @@ def program(name: str, **defines: int) -> EmulatorProgram:
     """The kernels of ``name``.cu, with ``defines`` ahead of them."""
     lines = [f"#define {key} {value}" for key, value in defines.items()]
     text = (KERNELS / f"{name}.cu").read_text()
-    return EmulatorProgram("\n".join([*lines, f'#line 1 "{name}.cu"', text]), name=name)
+    source = "\n".join([*lines, f'#line 1 "{name}.cu"', text])
+    made_by_macro = re.findall(r"^WARP_KERNEL\((\w+)", text, re.MULTILINE)
+    if not made_by_macro:
+        return EmulatorProgram(source, name=name)
+    return EmulatorProgram(
+        source, name=name, kernels=[*EmulatorProgram(source).kernels, *made_by_macro]
+    )
 
 
 class Exchange:

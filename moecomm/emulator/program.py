@@ -16,6 +16,7 @@ _KERNEL: Final = re.compile(
     r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\('
 )
 _COMMENT: Final = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_DIRECTIVE: Final = re.compile(r"^[ \t]*#(?:[^\\\n]|\\.)*", re.DOTALL | re.MULTILINE)
 
 
 class EmulatorProgram:
@@ -27,14 +28,18 @@ class EmulatorProgram:
             copied as bytes, or none. The text may use everything in ``emulator.hpp``, also in
             macros ahead of its ``#include`` of it.
         name: for messages, and the file name of a source that does not compile.
+        kernels: names of its kernels; ``None``: those that the text defines outside of macros.
 
     Nothing is compiled before a variant is asked for: ``prepare``, or the first launch.
     """
 
-    def __init__(self, source: str, *, name: str = "program") -> None:
+    def __init__(
+        self, source: str, *, name: str = "program", kernels: Sequence[str] | None = None
+    ) -> None:
         self.source = source
         self.name = name
-        self.kernels: tuple[str, ...] = tuple(dict.fromkeys(_KERNEL.findall(_strip(source))))
+        found = _KERNEL.findall(_strip(source)) if kernels is None else kernels
+        self.kernels: tuple[str, ...] = tuple(dict.fromkeys(found))
         if not self.kernels:
             raise ConfigError(f'{name}: source has no extern "C" __global__ void name(Args)')
         self._variants: dict[bool, _Variant] = {}
@@ -89,7 +94,7 @@ class _Variant:
 
 
 def _strip(source: str) -> str:
-    return _COMMENT.sub(" ", source)
+    return _DIRECTIVE.sub(" ", _COMMENT.sub(" ", source))
 
 
 def _complete(source: str, kernels: Sequence[str]) -> str:

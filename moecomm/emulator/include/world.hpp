@@ -236,6 +236,9 @@ inline void World::abandon()
         retire(launches.back().get());
     }
     finished.clear();
+    failure = Failure();
+    if (zombie_) stacks.give_back(zombie_);
+    zombie_ = nullptr;
 }
 
 // ---- the loop ---------------------------------------------------------------------------------------
