@@ -204,7 +204,7 @@ def _bad_num_tokens(group: mc.Group, number: int, checked: bool) -> None:
             assert recv.counts[0] == (0 if number < 0 else 2)
 
 
-# ---- trim -----------------------------------------------------------------------------------------
+# ---- trim ----------------------------------------------------------------------------------
 
 
 @layouts
@@ -248,7 +248,7 @@ def test_trim_of_nothing_keeps_the_shapes() -> None:
         run_threads(_trim, 1, case, "numpy")
 
 
-# ---- inputs are the caller's ------------------------------------------------------------------------
+# ---- inputs are the caller's -----------------------------------------------------------------
 
 
 @layouts
