@@ -80,7 +80,7 @@ class Group:
         self._lock = threading.Lock()
         self._rounds = itertools.count()
         self._names: Counter[str] = Counter()
-        self._stale: str | None = None  # rank 0: result key of the round before
+        self._stale: str | None = None  # this rank's key of the round before
         lifetime.enter()
 
     @classmethod
@@ -232,9 +232,9 @@ class Group:
         self.store.set(f"{key}/all", result)
         # All came to this round, so all have left the one before it.
         if self._stale is not None and not missing:
-            self.store.delete(self._stale)
-            self.store.delete(self._stale.removesuffix("all") + "0")
-        self._stale = f"{key}/all"
+            self.store.delete(f"{self._stale}/0")
+            self.store.delete(f"{self._stale}/all")
+        self._stale = key
         if missing:
             raise self._timeout(label, missing[0], len(values))
         return [values[r] for r in range(self.size)]
@@ -243,6 +243,10 @@ class Group:
         self, key: str, value: bytes, left: Callable[[], float], label: str
     ) -> list[bytes]:
         mine, wanted = f"{key}/{self.rank}", f"{key}/all"
+        # Not after this round: once rank 0 has published, it may leave, and the store with it.
+        if self._stale is not None:
+            self.store.delete(f"{self._stale}/{self.rank}")
+        self._stale = key
         try:
             exchange = getattr(self.store, "exchange", None)
             if exchange is not None:
@@ -253,7 +257,6 @@ class Group:
         except TimeoutError:
             raise self._blame(key, label) from None
         if result[:1] == b"v":
-            self.store.delete(mine)
             return unpack_values(result[1:])
         missing = [int(r) for r in result[1:].split(b",")]
         others = [r for r in missing if r != self.rank]
