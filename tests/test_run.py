@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -57,6 +58,13 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
 
 
+def enough(seconds: float) -> float:
+    """A time-out in which ranks surely start on this machine, as busy as it is now."""
+    start = time.monotonic()
+    run(describe, 3)
+    return max(seconds, 5 * (time.monotonic() - start))
+
+
 def notes(error: BaseException) -> str:
     return "\n".join(getattr(error, "__notes__", []))
 
@@ -94,13 +102,16 @@ def test_arguments_and_results_may_be_large() -> None:
     assert run(big, 2, data) == [data + b"\0", data + b"\1"]
 
 
-def test_start_up_is_quick() -> None:
-    def once() -> float:
-        start = time.monotonic()
-        run(operator.attrgetter("rank"), 4)
-        return time.monotonic() - start
+def test_start_up_is_cheap() -> None:
+    """Four ranks start in a second on two cores; counted in work, as other tests run beside it."""
 
-    assert min(once() for _ in range(3)) < 1.5
+    def work() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    before = work()
+    run(operator.attrgetter("rank"), 4)
+    assert work() - before < 1.5
 
 
 def test_ranks_import_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,10 +380,12 @@ def test_a_rank_that_leaves_is_named(how: str, text: str, code: int) -> None:
 
 @pytest.mark.parametrize("how", ["hang", "hang in native code"])
 def test_ranks_that_hang_are_named_with_their_stacks(how: str) -> None:
+    timeout_s = enough(1.0)
     start = time.monotonic()
-    with pytest.raises(TransportError, match="timeout_s=1.5 is over and ranks 0, 1 of 2") as got:
-        run(misbehave, 2, how, timeout_s=1.5)
-    assert 1.5 <= time.monotonic() - start < 6
+    with pytest.raises(TransportError, match=r"timeout_s=.* is over and ranks 0, 1 of 2") as got:
+        run(misbehave, 2, how, timeout_s=timeout_s)
+    assert timeout_s <= time.monotonic() - start < timeout_s + 5
+    assert f"timeout_s={timeout_s:g} is" in str(got.value)
     text = notes(got.value)
     assert "rank 0:" in text
     assert "in barrier" in text
@@ -380,8 +393,9 @@ def test_ranks_that_hang_are_named_with_their_stacks(how: str) -> None:
 
 
 def test_only_the_ranks_that_still_run_are_named() -> None:
+    timeout_s = enough(1.0)
     with pytest.raises(TransportError, match="is over and rank 2 of 3 still run") as got:
-        run(return_unless, 3, 2, timeout_s=1.0)
+        run(return_unless, 3, 2, timeout_s=timeout_s)
     assert got.value.peer == 2
 
 
@@ -394,8 +408,9 @@ def test_only_the_ranks_that_still_run_are_named() -> None:
     ],
 )
 def test_an_end_that_goes_wrong_is_not_hidden(how: str, text: str) -> None:
+    timeout_s = enough(1.0) if how == "thread" else 20.0
     with pytest.raises(TransportError, match=text):
-        run(end_badly, 2, how, timeout_s=2.0 if how == "thread" else 20.0)
+        run(end_badly, 2, how, timeout_s=timeout_s)
 
 
 def test_leaving_without_close_is_no_error() -> None:  # D09
@@ -405,7 +420,7 @@ def test_leaving_without_close_is_no_error() -> None:  # D09
 
 
 def test_outcomes_let_the_others_finish() -> None:
-    got = outcomes(misbehave, 3, "kill", 2, timeout_s=1.5)
+    got = outcomes(misbehave, 3, "kill", 2, timeout_s=enough(1.0))
     assert [o.rank for o in got] == [0, 1, 2]
     assert got[2].exit_code == -9
     assert "killed by signal 9" in str(got[2].error)

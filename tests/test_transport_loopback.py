@@ -566,7 +566,7 @@ def test_kill_and_restart_leave_nothing_behind(tmp_path: Path) -> None:  # D17
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     shm_before = set(os.listdir("/dev/shm"))
-    for n in range(12):
+    for n in range(8):
         who = "parent" if n % 4 == 3 else "rank"
         done = subprocess.run(
             [sys.executable, script, who],
@@ -587,8 +587,10 @@ def test_unknown_and_missing_transports_are_told_apart() -> None:
     group = Group(0, 1, LocalStore())
     with pytest.raises(ConfigError, match="transport='infiniband': must be one of 'auto', 'loop"):
         open_memory("infiniband", group)
-    for name in ("nvlink", "nvshmem", "verbs", "efa"):
-        assert name in TRANSPORTS
+    missing = [name for name, module in TRANSPORTS.items() if module is None]
+    assert {"nvlink", "nvshmem", "verbs", "efa", "loopback"} <= set(TRANSPORTS)
+    assert "loopback" not in missing
+    for name in missing:
         with pytest.raises(TransportUnavailable, match=f"'{name}' is not part of this version"):
             open_memory(name, group)
 
@@ -600,8 +602,6 @@ def test_auto_picks_loopback_on_the_cpu_and_says_why(caplog: pytest.LogCaptureFi
     assert isinstance(memory, LoopbackMemory)
     assert "rank 0: transport 'loopback': the ranks compute on the CPU" in caplog.text
     memory.close()
-    with pytest.raises(TransportUnavailable, match="device='cuda' needs 'nvlink'"):
-        open_memory("auto", Group(0, 1, LocalStore(), device="cuda"))
 
 
 def test_importing_transports_imports_no_kernels_and_no_backend() -> None:
