@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ConfigError,
         DtypeError,
         MoecommError,
+        OutOfMemory,
         Overflow,
         PeerTimeout,
         StateError,
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from moecomm.stats import Stats
 
 _ERRORS = (
-    "CompileError", "ConfigError", "DtypeError", "MoecommError", "Overflow", "PeerTimeout",
-    "StateError", "TransportError", "TransportUnavailable",
+    "CompileError", "ConfigError", "DtypeError", "MoecommError", "OutOfMemory", "Overflow",
+    "PeerTimeout", "StateError", "TransportError", "TransportUnavailable",
 )  # fmt: skip
 _HOME = {
     "Group": "group",
@@ -63,6 +64,7 @@ __all__ = [
     "MoeComm",
     "MoeConfig",
     "MoecommError",
+    "OutOfMemory",
     "Overflow",
     "PeerTimeout",
     "Received",

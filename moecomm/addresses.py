@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import secrets
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
+
+_TOKEN: Final = secrets.token_hex(8)
 
 
 def is_loopback(host: str) -> bool:
@@ -24,6 +28,11 @@ def machine() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network = str(Path("/proc/self/ns/net").stat().st_ino)
     return f"{socket.gethostname()} {boot} {network}"
+
+
+def process() -> str:
+    """Equal for threads of one process only: numbers of processes repeat between containers."""
+    return f"{_TOKEN} {os.getpid()}"
 
 
 def own_addresses() -> list[str]:

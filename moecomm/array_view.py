@@ -92,6 +92,14 @@ def view(array: Any, name: str, *, stream: int | None = None) -> ArrayView:
     )
 
 
+def kind_of(array: Any, device: Device) -> Kind:
+    """What ``view`` will call the kind of ``array``, if it is an array on ``device``."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, getattr(torch, "Tensor", ())):
+        return "torch"
+    return "numpy" if device == "cpu" else "cupy"
+
+
 def _view_numpy(array: np.ndarray[Any, Any], name: str) -> ArrayView:
     if isinstance(array, np.ma.MaskedArray):
         raise ConfigError(f"{name} is a masked array: masks are not looked at; fill it first")

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from moecomm import dtypes
-from moecomm.array_view import ArrayView, Kind, device_text, view
+from moecomm.array_view import ArrayView, Kind, device_text, kind_of, view
 from moecomm.dlpack import Device, contiguous_strides
 from moecomm.errors import ConfigError
 
@@ -30,6 +30,7 @@ __all__ = [
     "empty_like_kind",
     "fits_kernels",
     "kernel_ready",
+    "kind_of",
     "misfit_text",
     "plain_strides",
     "view",
@@ -103,18 +104,12 @@ def as_float32(found: ArrayView, *, stream: int | None = None) -> ArrayView:
         return replace(view(values, "values"), kind=found.kind)
     if found.kind == "torch":
         torch = importlib.import_module("torch")
-        with contextlib.ExitStack() as scope:
-            if stream is not None:
-                outside = torch.cuda.ExternalStream(stream, device=found.device[1])
-                scope.enter_context(torch.cuda.stream(outside))
+        with _on_stream(torch, stream, found.device):
             owner: Any = found.owner
             values = owner.detach().to(torch.float32, memory_format=torch.contiguous_format)
             return view(values, "values")
     cupy = importlib.import_module("cupy")
-    with contextlib.ExitStack() as scope:
-        scope.enter_context(cupy.cuda.Device(found.device[1]))
-        if stream is not None:
-            scope.enter_context(cupy.cuda.ExternalStream(stream))
+    with cupy.cuda.Device(found.device[1]), _on_cupy_stream(cupy, stream):
         return view(cupy.asarray(found.owner).astype(np.float32, order="C"), "values")
 
 
@@ -199,8 +194,18 @@ def wrap(
     return as_numpy(found)
 
 
-def empty_like_kind(kind: Kind, shape: tuple[int, ...], dtype: str, device: Device) -> Any:
+def empty_like_kind(
+    kind: Kind,
+    shape: tuple[int, ...],
+    dtype: str,
+    device: Device,
+    *,
+    stream: int | None = None,
+) -> Any:
     """A new C-ordered array of ``kind``, contents undefined.
+
+    ``stream``: the CUDA stream that will write it (``None``: the current one). torch ties memory
+    to streams, and may be told to fill every new tensor.
 
     Raises:
         ConfigError: ``kind`` has no arrays on ``device``, or not of this element type.
@@ -208,13 +213,44 @@ def empty_like_kind(kind: Kind, shape: tuple[int, ...], dtype: str, device: Devi
     if kind == "torch":
         torch = importlib.import_module("torch")
         found = dtypes.torch_dtype(torch, dtype)
-        return torch.empty(shape, dtype=found, device=device_text(device))
+        with _on_stream(torch, stream, device):
+            return torch.empty(shape, dtype=found, device=device_text(device))
     if device != "cpu":
         cupy = _only_cupy_on_cuda(kind)
-        with cupy.cuda.Device(device[1]):
+        with cupy.cuda.Device(device[1]), _on_cupy_stream(cupy, stream):
             return cupy.empty(shape, _cupy_dtype(dtype))
     _only_numpy_on_cpu(kind)
     return np.empty(shape, dtypes.numpy_dtype(dtype))
+
+
+def _on_stream(torch: Any, stream: int | None, device: Device) -> Any:
+    """A context in which torch uses ``stream`` of ``device``; ``None``: its current one."""
+    if stream is None or device == "cpu":
+        return contextlib.nullcontext()
+    if stream in (0, 1):  # ExternalStream(0) would be a new stream
+        return torch.cuda.stream(torch.cuda.default_stream(device[1]))
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device[1]))
+
+
+class _Stream:
+    """A stream handle as CuPy takes it from other libraries."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+def _on_cupy_stream(cupy: Any, stream: int | None) -> Any:
+    """A context in which CuPy uses ``stream`` of the current device; ``None``: its current one."""
+    if stream is None or stream == cupy.cuda.get_current_stream().ptr:
+        return contextlib.nullcontext()
+    if stream in (0, 1):
+        return cupy.cuda.Stream.null
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_Stream(stream))
+    return cupy.cuda.ExternalStream(stream)
 
 
 def _words(found: ArrayView, typestr: str) -> np.ndarray[Any, Any]:

@@ -10,15 +10,23 @@ from typing import Any
 
 from moecomm import arguments, arrays, checks, runtime
 from moecomm.agreement import agree
+from moecomm.arrays import Kind
 from moecomm.config import MoeConfig
 from moecomm.errors import PeerTimeout, StateError
 from moecomm.group import Group
 from moecomm.handle import Handle, Received, State
-from moecomm.kernels.args import STATUS_FAILURE, STATUS_OVERFLOW, STATUS_VALUE, Args
+from moecomm.kernels.args import (
+    DISPATCH_FIELDS,
+    OUT_FIELDS,
+    STATUS_FAILURE,
+    STATUS_OVERFLOW,
+    STATUS_VALUE,
+    WEIGHT_FIELDS,
+    Y_FIELDS,
+)
 from moecomm.layout import Layout
-from moecomm.received import received_views
+from moecomm.received import ReceivedViews
 from moecomm.reports import failure_of, overflow_of, value_error_of
-from moecomm.runtime.base import as_stream
 from moecomm.stats import Stats, read_stats
 from moecomm.values import check_values
 
@@ -64,12 +72,18 @@ class MoeComm:
         self._closed = False
         transport = group.transport if transport == "auto" else transport
         # First of all: an argument that only this rank cannot use is then everybody's error.
-        wanted = "cuda" if kernels == "auto" else kernels
-        agree(group, cfg, {"kernels": wanted, "transport": transport}, cfg.timeout_s)
+        means = {
+            "kernels": "cuda" if kernels == "auto" else kernels,
+            "transport": transport,
+            "device": (device or group.device or "cpu").partition(":")[0],
+        }
+        agree(group, cfg, means, cfg.timeout_s)
         runtime.choose_kernels(kernels)
         self.layout = Layout(cfg, group.size, group.rank)
         self._runtime = runtime.open_runtime(self.layout, group, transport, device)
         self.device = self._runtime.device
+        self._blocks = arguments.blocks(self.layout, self._runtime)
+        self._views = ReceivedViews(self.layout, self._runtime)
         group.barrier(cfg.timeout_s)
         logger.info("rank %d of %d: ready on %s", group.rank, group.size, self.device)
 
@@ -104,19 +118,29 @@ class MoeComm:
         with self._lock:
             self._check_usable("dispatch_send")
             slot = self._free_slot()
+            kind = arrays.kind_of(x, self.device)
+            where = self._runtime.stream(stream, kind)
             given = checks.check_dispatch_inputs(
-                self.config, x, topk_idx, topk_weights, x_scale, num_tokens, self.device
+                self.config,
+                x,
+                topk_idx,
+                topk_weights,
+                x_scale,
+                num_tokens,
+                self.device,
+                stream=_asked(stream, kind, where),
             )
             if self._runtime.synchronous and self.config.check_values:
                 check_values(self.config, given)
+            for earlier in given.streams:
+                self._runtime.join(earlier, where)
             handle = Handle(
                 self, slot, self._serial, given.num_rows, given.kind, topk_weights is not None
             )
-            args = self._args(handle)
-            arguments.set_dispatch(args, given)
+            self._blocks[slot].write(DISPATCH_FIELDS, *arguments.dispatch_words(given))
             self._slots[slot] = handle
             self._serial += 1
-            self._launch("dispatch_send", args, handle, stream, given.x_code)
+            self._launch("dispatch_send", handle, where, stream, given.x_code)
             return handle
 
     def dispatch_recv(self, handle: Handle, stream: Any = None) -> Received:
@@ -130,9 +154,10 @@ class MoeComm:
         with self._lock:
             self._check_usable("dispatch_recv")
             handle.expect(self, State.SENT, "dispatch_recv")
-            self._launch("dispatch_recv", self._args(handle), handle, stream)
+            where = self._runtime.stream(stream, handle.kind)
+            self._launch("dispatch_recv", handle, where, stream)
             handle.state = State.RECEIVED
-            return received_views(self.layout, handle, self._runtime)
+            return self._views.of(handle)
 
     def combine_send(self, y: Any, handle: Handle, stream: Any = None) -> None:
         """Send the experts' outputs back to the tokens' ranks.
@@ -148,10 +173,18 @@ class MoeComm:
         with self._lock:
             self._check_usable("combine_send")
             handle.expect(self, State.RECEIVED, "combine_send")
-            rows = checks.check_combine_inputs(self.config, y, self.layout.recv_shape, self.device)
-            args = self._args(handle)
-            arguments.set_rows(args, "y", rows)
-            self._launch("combine_send", args, handle, stream)
+            where = self._runtime.stream(stream, handle.kind)
+            rows = checks.check_combine_inputs(
+                self.config,
+                y,
+                self.layout.recv_shape,
+                self.device,
+                stream=_asked(stream, handle.kind, where),
+            )
+            if rows.stream is not None:
+                self._runtime.join(rows.stream, where)
+            self._blocks[handle.slot].write(Y_FIELDS, *arguments.row_words(rows))
+            self._launch("combine_send", handle, where, stream)
             handle.state = State.RETURNED
 
     def combine_recv(
@@ -179,22 +212,29 @@ class MoeComm:
         with self._lock:
             self._check_usable("combine_recv")
             handle.expect(self, State.RETURNED, "combine_recv")
+            where = self._runtime.stream(stream, handle.kind)
+            asked = _asked(stream, handle.kind, where)
             weights = checks.check_combine_weights(
                 self.config,
                 topk_weights,
                 handle.num_rows,
                 self.device,
                 given_at_dispatch=handle.weights_given,
+                stream=asked,
             )
             found = checks.check_out(self.config, out, handle.num_rows, accumulate, self.device)
             if found is None:
                 shape = (handle.num_rows, self.config.hidden)
                 dtype = self.config.combine_dtype
-                out = arrays.empty_like_kind(handle.kind, shape, dtype, self.device)
+                out = arrays.empty_like_kind(handle.kind, shape, dtype, self.device, stream=asked)
                 found = arrays.view(out, "out")
-            args = self._args(handle)
-            arguments.set_combine(args, weights, found, accumulate)
-            self._launch("combine_recv", args, handle, stream)
+            for other in (weights, found):
+                if other is not None and other.stream is not None:
+                    self._runtime.join(other.stream, where)
+            block = self._blocks[handle.slot]
+            block.write(WEIGHT_FIELDS, *arguments.weight_words(weights))
+            block.write(OUT_FIELDS, *arguments.row_words(found), accumulate)
+            self._launch("combine_recv", handle, where, stream)
             self._free(handle, State.CLOSED)
             return out
 
@@ -263,7 +303,8 @@ class MoeComm:
             if handle.state in (State.CLOSED, State.FAILED) or self._closed or self._failure:
                 return
             if handle.state is State.SENT:  # peers must learn that its records are read
-                self._launch("dispatch_recv", self._args(handle), handle, None)
+                where = self._runtime.stream(None, handle.kind)
+                self._launch("dispatch_recv", handle, where)
             self._free(handle, State.CLOSED)
 
     def close(self) -> None:
@@ -295,14 +336,11 @@ class MoeComm:
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _args(self, handle: Handle) -> Args:
-        timeout_ns = int(self.config.timeout_s * 1e9)
-        return arguments.base(self.layout, self._runtime, handle.slot, timeout_ns)
-
     def _launch(
-        self, stage: str, args: Args, handle: Handle, stream: Any, input_code: int = 0
+        self, stage: str, handle: Handle, where: int, stream: Any = None, input_code: int = 0
     ) -> None:
-        self._runtime.launch(stage, args, handle.num_rows, input_code, as_stream(stream))
+        block = self._blocks[handle.slot]
+        self._runtime.launch(stage, block, handle.num_rows, input_code, where, stream)
         if self._runtime.synchronous:
             self.check()
 
@@ -360,3 +398,8 @@ class MoeComm:
                 if handle is not None and self._runtime.synchronous:
                     self._free(handle, State.FAILED)
                 raise error
+
+
+def _asked(stream: Any, kind: Kind, where: int) -> int | None:
+    """What conversions are told of the stream ``where``: nothing when it is torch's current."""
+    return None if stream is None and kind == "torch" else where

@@ -1,17 +1,30 @@
 """The few CUDA driver calls that the package makes, with errors as exceptions.
 
-Works on the device's primary context, the one that torch and CuPy use.
+Works on the device's primary context, the one that torch and CuPy use, and leaves the caller's
+current context as it was.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
 import weakref
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Final
 
 from moecomm.errors import ConfigError, MoecommError, TransportUnavailable
+
+OUT_OF_MEMORY: Final = 2  # CUDA_ERROR_OUT_OF_MEMORY
+
+
+class DriverError(MoecommError):
+    """A driver call failed; ``code`` is its ``CUresult``."""
+
+    def __init__(self, message: str, code: int = -1) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @functools.cache
@@ -37,31 +50,61 @@ def call(function: Any, *args: Any) -> Any:
     """The result of a driver call: nothing, a value, or a tuple of values.
 
     Raises:
-        MoecommError: the call failed; names it and the driver's error.
+        DriverError: the call failed; names it and the driver's error.
     """
     status, *values = function(*args)
-    if int(status) != 0:
-        raise MoecommError(f"{function.__name__} failed: {status.name} ({int(status)})")
+    check(status, function.__name__)
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def check(status: Any, function: str) -> None:
+    """Raise ``DriverError`` unless ``status``, of a call of ``function``, is success."""
+    if int(status) != 0:
+        name = getattr(status, "name", "unknown error")
+        raise DriverError(f"{function} failed: {name} ({int(status)})", int(status))
+
+
+def device_count() -> int:
+    """GPUs that this process sees."""
+    return int(call(driver().cuDeviceGetCount))
 
 
 @functools.cache
 def open_device(index: int) -> tuple[Any, Any]:
-    """The device and its primary context, made current.
+    """The device and its primary context.
 
     Raises:
         ConfigError: no such device.
     """
     cu = driver()
-    count = call(cu.cuDeviceGetCount)
+    count = device_count()
     if index >= count:
         raise ConfigError(f"device='cuda:{index}': this process sees {count} GPUs")
     device = call(cu.cuDeviceGet, index)
     return device, call(cu.cuDevicePrimaryCtxRetain, device)
 
 
-def make_current(index: int) -> None:
-    call(driver().cuCtxSetCurrent, open_device(index)[1])
+@contextlib.contextmanager
+def current(index: int) -> Iterator[Any]:
+    """The driver, with the device's primary context current; afterwards the caller's is again."""
+    cu = driver()
+    context = open_device(index)[1]
+    if call(cu.cuCtxGetCurrent) == context:
+        yield cu
+        return
+    call(cu.cuCtxPushCurrent, context)
+    try:
+        yield cu
+    finally:
+        call(cu.cuCtxPopCurrent)
+
+
+def current_device() -> int | None:
+    """Index of the device whose context is current in this thread; ``None`` without one."""
+    cu = driver()
+    if int(call(cu.cuCtxGetCurrent)) == 0:
+        return None
+    return int(call(cu.cuCtxGetDevice))
 
 
 def attribute(index: int, name: str) -> int:
@@ -71,48 +114,75 @@ def attribute(index: int, name: str) -> int:
     return int(call(cu.cuDeviceGetAttribute, key, open_device(index)[0]))
 
 
+def device_name(index: int) -> str:
+    """What the driver calls the device; a MIG slice's name has " MIG " in it."""
+    raw: bytes = call(driver().cuDeviceGetName, 256, open_device(index)[0])
+    return raw.split(b"\0")[0].decode()
+
+
+def device_uuid(index: int) -> str:
+    """32 hexadecimal digits, the same in every process however it numbers its devices."""
+    cu = driver()
+    ask = getattr(cu, "cuDeviceGetUuid_v2", None) or cu.cuDeviceGetUuid  # the first knows MIG
+    return bytes(call(ask, open_device(index)[0]).bytes).hex()
+
+
+def free_bytes(index: int) -> int:
+    """Memory of the device that nobody has taken."""
+    with current(index) as cu:
+        return int(call(cu.cuMemGetInfo)[0])
+
+
+def synchronize(index: int) -> None:
+    """Wait for everything that this process has queued on the device."""
+    with current(index) as cu:
+        call(cu.cuCtxSynchronize)
+
+
 class DeviceMemory:
     """Zeroed device memory, freed when the last reference to this object goes."""
 
     def __init__(self, index: int, nbytes: int) -> None:
-        make_current(index)
-        cu = driver()
-        pointer = call(cu.cuMemAlloc, nbytes)
-        weakref.finalize(self, _free, index, pointer).atexit = False
-        self.address = int(pointer)
-        call(cu.cuMemsetD8, pointer, 0, nbytes)
-        call(cu.cuCtxSynchronize)
+        with current(index) as cu:
+            pointer = call(cu.cuMemAlloc, nbytes)
+            weakref.finalize(self, _free, index, pointer).atexit = False
+            self.address = int(pointer)
+            call(cu.cuMemsetD8, pointer, 0, nbytes)
+            call(cu.cuCtxSynchronize)
 
 
 def _free(index: int, pointer: Any) -> None:
-    make_current(index)
-    call(driver().cuMemFree, pointer)
+    with current(index) as cu:
+        call(cu.cuMemFree, pointer)
 
 
 class PinnedMemory:
     """Zeroed host memory that kernels of every device can write."""
 
     def __init__(self, index: int, nbytes: int) -> None:
-        make_current(index)
-        cu = driver()
-        flags = cu.CU_MEMHOSTALLOC_PORTABLE | cu.CU_MEMHOSTALLOC_DEVICEMAP
         self._index = index
-        self.address = int(call(cu.cuMemHostAlloc, nbytes, flags))
+        with current(index) as cu:
+            flags = cu.CU_MEMHOSTALLOC_PORTABLE | cu.CU_MEMHOSTALLOC_DEVICEMAP
+            self.address = int(call(cu.cuMemHostAlloc, nbytes, flags))
         ctypes.memset(self.address, 0, nbytes)
 
     def close(self) -> None:
         """Idempotent."""
         if self.address:
-            make_current(self._index)
-            call(driver().cuMemFreeHost, self.address)
+            with current(self._index) as cu:
+                call(cu.cuMemFreeHost, self.address)
             self.address = 0
 
 
-def copy_to_device(address: int, data: bytes) -> None:
-    call(driver().cuMemcpyHtoD, address, data, len(data))
+def copy_to_device(index: int, address: int, data: bytes) -> None:
+    """Copy, and wait for it."""
+    with current(index) as cu:
+        call(cu.cuMemcpyHtoD, address, data, len(data))
 
 
-def copy_from_device(address: int, nbytes: int) -> bytes:
+def copy_from_device(index: int, address: int, nbytes: int) -> bytes:
+    """Copy, and wait for it."""
     data = bytearray(nbytes)
-    call(driver().cuMemcpyDtoH, data, address, nbytes)
+    with current(index) as cu:
+        call(cu.cuMemcpyDtoH, data, address, nbytes)
     return bytes(data)

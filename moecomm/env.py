@@ -50,7 +50,12 @@ VARIABLES: Final = (
     Variable(
         "POISON",
         "0",
-        "1 fills the CPU's buffers with 0x7F bytes (NaN in every float type) before first use",
+        "1 fills buffers with 0x7F bytes (NaN in every float type) before first use",
+    ),
+    Variable(
+        "LOCAL_RANK",
+        "LOCAL_RANK of torchrun, or what Open MPI, MPICH or Slurm set",
+        "which of its machine's ranks this process is: device='cuda' is that GPU",
     ),
     Variable(
         "STORE",

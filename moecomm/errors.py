@@ -8,6 +8,7 @@
     ├── TransportUnavailable (RuntimeError)  a library, device or permission is missing here
     └── TransportError (RuntimeError)      communication failed
         ├── PeerTimeout                    a peer did not come in time
+        ├── OutOfMemory (MemoryError)      a device has too little memory left
         └── Overflow                       more rows arrived than the receiver has room for
 
 All of them pickle, because ``moecomm.run`` carries them from a rank's process to its caller.
@@ -105,6 +106,20 @@ class PeerTimeout(TransportError):
         self.seen = seen
         self.rank = rank
         self.epoch = epoch
+
+
+class OutOfMemory(TransportError, MemoryError):
+    """A buffer of ``needed`` bytes does not fit into the ``free`` bytes that ``where`` has left."""
+
+    def __init__(self, needed: int, free: int, where: str) -> None:
+        super().__init__(
+            f"{where} has {free / 2**20:.1f} MiB free and {needed / 2**20:.1f} MiB are needed; "
+            "lower max_tokens or in_flight, or set max_recv_tokens",
+            operation="allocate",
+        )
+        self.needed = needed
+        self.free = free
+        self.where = where
 
 
 class Overflow(TransportError):

@@ -30,6 +30,7 @@ POLL_S: Final = 0.05  # at most this late a silent death is noticed
 EXIT_POLL_S: Final = 0.002  # the same for a rank that has closed its pipe and is about to end
 TERMINATE_S: Final = 0.5  # between SIGTERM and SIGKILL
 DUMP_S: Final = 1.0  # for stuck ranks to write their stacks
+LOCAL_RANK: Final = "MOECOMM_LOCAL_RANK"
 # More threads than cores would fight over them: each rank is one worker already.
 ONE_THREAD: Final = (
     "OMP_NUM_THREADS",
@@ -166,7 +167,7 @@ class _RankProcess:
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
                 process_group=0,
-                env=dict.fromkeys(ONE_THREAD, "1") | os.environ,
+                env=dict.fromkeys(ONE_THREAD, "1") | os.environ | {LOCAL_RANK: str(rank)},
             )
         finally:
             os.close(report_fd)

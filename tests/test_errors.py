@@ -14,6 +14,7 @@ from moecomm.errors import (
     ConfigError,
     DtypeError,
     MoecommError,
+    OutOfMemory,
     Overflow,
     PeerTimeout,
     StateError,
@@ -29,6 +30,7 @@ PARENTS = {
     TransportUnavailable: (MoecommError, RuntimeError),
     TransportError: (MoecommError, RuntimeError),
     PeerTimeout: (TransportError,),
+    OutOfMemory: (TransportError, MemoryError),
     Overflow: (TransportError,),
 }
 
@@ -44,6 +46,7 @@ SAMPLES = [
     PeerTimeout("bootstrap", 1, 4, 3),
     Overflow(12, 100, 64, where="expert"),
     Overflow(1, 9, 8),
+    OutOfMemory(4 << 30, 1 << 30, "GPU 1"),
 ]
 
 

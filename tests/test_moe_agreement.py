@@ -83,9 +83,8 @@ def test_auto_kernels_are_the_cuda_ones() -> None:
 
 
 def test_the_transport_of_the_group_is_used() -> None:
-    assert run_threads(_with_group_transport, 1) == [
-        "transport='verbs' is not part of this version; available: 'loopback'"
-    ]
+    (message,) = run_threads(_with_group_transport, 1)
+    assert message.startswith("transport='verbs' is not part of this version; available: 'loop")
 
 
 @pytest.mark.parametrize(

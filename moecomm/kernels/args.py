@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from typing import Final
 
 _WORD = ctypes.c_uint64
@@ -26,6 +27,41 @@ class Args(ctypes.Structure):
     """Argument block of every kernel; a kernel reads the fields of its own stage."""
 
     _fields_ = [(name, _WORD) for name in ARG_FIELDS]
+
+
+class Fields:
+    """Neighbouring fields of ``Args``, written in one go."""
+
+    def __init__(self, first: str, last: str) -> None:
+        start, end = ARG_FIELDS.index(first), ARG_FIELDS.index(last) + 1
+        self.names: Final = ARG_FIELDS[start:end]
+        self.pack_into: Final = struct.Struct(f"={end - start}Q").pack_into
+        self.offset: Final[int] = getattr(Args, first).offset
+
+
+DISPATCH_FIELDS: Final = Fields("x", "max_rows")
+WEIGHT_FIELDS: Final = Fields("topk_weights", "topk_weights_stride")
+Y_FIELDS: Final = Fields("y", "y_aligned")
+OUT_FIELDS: Final = Fields("out", "accumulate")
+
+
+class ArgBlock:
+    """The arguments of one slot's launches, at a fixed place. Each half writes what its stage
+    reads; launching copies them, so that the next half may write at once.
+
+    ``pointers`` is the address of what ``cuLaunchKernel`` calls ``kernelParams``.
+    """
+
+    __slots__ = ("_pointers", "args", "pointers")
+
+    def __init__(self, args: Args) -> None:
+        self.args = args
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        self.pointers = ctypes.addressof(self._pointers)
+
+    def write(self, fields: Fields, *values: int) -> None:
+        """Set ``fields``, in the order of their names."""
+        fields.pack_into(self.args, fields.offset, *values)
 
 
 class Status(ctypes.Structure):

@@ -35,5 +35,5 @@ def open_runtime(layout: Layout, group: Group, transport: str, device: str | Non
     if kind == "cuda" and (not index or index.isdigit()):
         from moecomm.runtime.cuda import CudaRuntime
 
-        return CudaRuntime(layout, group, transport, int(index or 0))
+        return CudaRuntime(layout, group, transport, int(index) if index else None)
     raise ConfigError(f"device={name!r}: must be 'cpu', 'cuda' or 'cuda:N'")

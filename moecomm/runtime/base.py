@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-from moecomm.arrays import Device
+from moecomm.arrays import Device, Kind
 from moecomm.errors import DtypeError
-from moecomm.kernels.args import Args, Status
+from moecomm.kernels.args import ArgBlock, Status
+
+POISON: Final = 0x7F  # a NaN in every float format there is
 
 
 class Runtime(Protocol):
@@ -32,13 +34,30 @@ class Runtime(Protocol):
     def owner(self) -> object:
         """Keeps the workspace alive; arrays handed to the caller hold it."""
 
+    def stream(self, given: Any, kind: Kind) -> int:
+        """The handle of the stream that a half runs on: ``given``, or the caller's current one
+        in the library of its arrays. 0 on a CPU."""
+
+    def join(self, earlier: int, later: int) -> None:
+        """Let what comes on stream ``later`` wait for what stream ``earlier`` has now."""
+
     def launch(
-        self, stage: str, args: Args, num_tokens: int, input_code: int, stream: int | None
+        self,
+        stage: str,
+        block: ArgBlock,
+        num_tokens: int,
+        input_code: int,
+        stream: int,
+        stream_object: object = None,
     ) -> None:
-        """Run one stage. ``input_code``: element type of ``x`` (dispatch_send)."""
+        """Run one stage after all that were launched before. ``block`` may be reused at once.
+
+        ``input_code``: element type of ``x`` (dispatch_send). ``stream_object``: kept alive while
+        the stream is needed.
+        """
 
     def statuses(self) -> list[Status]:
-        """The three status records; changing one changes what kernels see."""
+        """The three status records, where kernels write them."""
 
     def read_words(self, region: str) -> list[int]:
         """The 8-byte words of a region of the workspace, after all launches so far."""
@@ -47,12 +66,13 @@ class Runtime(Protocol):
         """Let go of memory and kernels. Idempotent, not collective."""
 
 
-def as_stream(stream: Any) -> int | None:
+def as_stream(stream: Any) -> int:
     """A CUDA stream as a handle: an int, or what torch, CuPy or cuda.core call a stream.
 
-    ``None`` stays ``None``: the caller's current stream.
+    Raises:
+        DtypeError: it is none of them.
     """
-    if stream is None or isinstance(stream, int):
+    if isinstance(stream, int):
         return stream
     for name in ("cuda_stream", "ptr", "handle"):
         value = getattr(stream, name, None)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from typing import Any
 
 from moecomm import env
 from moecomm.arena import Arena
-from moecomm.arrays import Device
+from moecomm.arrays import Device, Kind
 from moecomm.group import Group
-from moecomm.kernels.args import STATUS_BYTES, Args, Status
+from moecomm.kernels.args import STATUS_BYTES, ArgBlock, Status
 from moecomm.kernels.emulated import EmulatedKernels
 from moecomm.layout import Layout
+from moecomm.runtime.base import POISON, as_stream
 from moecomm.transport import open_memory
-
-POISON = 0x7F  # a NaN in every float format there is
 
 
 class HostMemory:
@@ -62,10 +62,25 @@ class CpuRuntime:
     def owner(self) -> object:
         return self._local
 
+    def stream(self, given: Any, kind: Kind) -> int:
+        """There are no streams here; what cannot be one is refused all the same."""
+        if given is not None:
+            as_stream(given)
+        return 0
+
+    def join(self, earlier: int, later: int) -> None:
+        """Launches have finished when they return."""
+
     def launch(
-        self, stage: str, args: Args, num_tokens: int, input_code: int, stream: int | None
+        self,
+        stage: str,
+        block: ArgBlock,
+        num_tokens: int,
+        input_code: int,
+        stream: int,
+        stream_object: object = None,
     ) -> None:
-        self._kernels.launch(stage, args, num_tokens, input_code)
+        self._kernels.launch(stage, block.args, num_tokens, input_code)
 
     def statuses(self) -> list[Status]:
         return list((Status * 3).from_address(self._status.address))

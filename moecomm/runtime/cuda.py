@@ -1,51 +1,56 @@
-"""A GPU: compiled kernels; peers are other ranks of this process on GPUs it sees.
-
-Ranks in several processes need the transports that map a peer's memory, which this version does
-not have; it refuses them.
-"""
+"""A GPU: compiled kernels, memory that peers map, halves on the caller's streams."""
 
 from __future__ import annotations
 
-import os
+import contextlib
+import logging
 import struct
-import sys
-import weakref
-from typing import Final
+from typing import Any, Final
 
-from moecomm import cuda_driver
-from moecomm.arrays import Device
-from moecomm.cuda_driver import DeviceMemory, PinnedMemory
-from moecomm.errors import TransportUnavailable
+from moecomm import cuda_driver, env
+from moecomm.agreement import together
+from moecomm.arena import Arena
+from moecomm.arrays import Device, Kind
+from moecomm.cuda_driver import PinnedMemory, call, current
 from moecomm.group import Group
-from moecomm.kernels.args import STATUS_BYTES, Args, Status
+from moecomm.kernels.args import STATUS_BYTES, ArgBlock, Status
 from moecomm.kernels.gpu import GpuKernels
 from moecomm.layout import Layout
+from moecomm.runtime.base import POISON
+from moecomm.runtime.devices import choose_index
+from moecomm.runtime.streams import Streams
+from moecomm.transport import gpu_pages, open_gpu_memory
 
-# What ranks of this process let each other write to. A rank that closes lets go of its own part;
-# the part lives on until the peers that may still write to it have closed too.
-_SYMMETRIC: Final[weakref.WeakValueDictionary[int, DeviceMemory]] = weakref.WeakValueDictionary()
+logger = logging.getLogger(__name__)
+
+SETUP_S: Final = 60.0  # at least: a peer may be compiling its kernels
 
 
 class CudaRuntime:
-    """One rank on GPU ``index``."""
+    """One rank on GPU ``index``; ``None``: see ``choose_index``. Constructing is collective."""
 
     synchronous = False
 
-    def __init__(self, layout: Layout, group: Group, transport: str, index: int) -> None:
-        if transport not in ("auto", "loopback"):
-            raise TransportUnavailable(
-                f"transport={transport!r} on a GPU is not part of this version; 'loopback' joins "
-                "ranks that are threads of one process"
-            )
+    def __init__(self, layout: Layout, group: Group, transport: str, index: int | None) -> None:
+        timeout_s = max(layout.cfg.timeout_s, SETUP_S)
         self._layout = layout
-        self._index = index
-        self.device: Device = ("cuda", index)
-        self._kernels = GpuKernels(layout, index)
-        self._symmetric = DeviceMemory(index, layout.symmetric.nbytes)
-        self._local = DeviceMemory(index, layout.local.nbytes)
-        self._status = PinnedMemory(index, STATUS_BYTES)
-        self._connect(group)
-        self.memory_bytes = layout.symmetric.nbytes + layout.local.nbytes
+        self._group = group
+        self._closed = False
+        self._undo = contextlib.ExitStack()
+        self._index = together(
+            group, "device", lambda: choose_index(group, index, timeout_s), timeout_s
+        )
+        self.device: Device = ("cuda", self._index)
+        try:
+            together(group, "load", self._load, timeout_s)
+            self._memory = open_gpu_memory(transport, group, self._index)
+            self._undo.callback(self._memory.close)
+            self._symmetric = self._memory.allocate(layout.symmetric.nbytes).address
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
+        self.memory_bytes = self._memory.taken_bytes + self._local.nbytes
 
     @property
     def local(self) -> int:
@@ -53,7 +58,7 @@ class CudaRuntime:
 
     @property
     def symmetric(self) -> int:
-        return self._symmetric.address
+        return self._symmetric
 
     @property
     def status_address(self) -> int:
@@ -63,50 +68,68 @@ class CudaRuntime:
     def owner(self) -> object:
         return self._local
 
+    def stream(self, given: Any, kind: Kind) -> int:
+        return self._streams.find(given, kind)
+
+    def join(self, earlier: int, later: int) -> None:
+        self._streams.join(earlier, later)
+
     def launch(
-        self, stage: str, args: Args, num_tokens: int, input_code: int, stream: int | None
+        self,
+        stage: str,
+        block: ArgBlock,
+        num_tokens: int,
+        input_code: int,
+        stream: int,
+        stream_object: object = None,
     ) -> None:
-        cuda_driver.make_current(self._index)
-        where = _current_stream(self._index) if stream is None else stream
-        self._kernels.launch(stage, args, num_tokens, input_code, where)
+        with current(self._index):
+            self._streams.enter(stream, stream_object)
+            self._kernels.launch(stage, block, num_tokens, input_code, stream)
 
     def statuses(self) -> list[Status]:
-        return list((Status * 3).from_address(self._status.address))
+        return self._statuses
 
     def read_words(self, region: str) -> list[int]:
-        cuda_driver.make_current(self._index)
-        cuda_driver.call(cuda_driver.driver().cuCtxSynchronize)
+        cuda_driver.synchronize(self._index)
         where = self._layout.local[region]
-        data = cuda_driver.copy_from_device(self.local + where.offset, where.nbytes)
+        data = cuda_driver.copy_from_device(self._index, self.local + where.offset, where.nbytes)
         return list(struct.unpack(f"<{where.nbytes // 8}Q", data))
 
     def close(self) -> None:
         """Received arrays keep the workspace alive; everything else goes."""
-        cuda_driver.make_current(self._index)
-        cuda_driver.call(cuda_driver.driver().cuCtxSynchronize)
-        self._kernels.close()
-        self._peers.clear()
-        self._status.close()
+        if self._closed:
+            return
+        self._closed = True
+        with self._undo:
+            cuda_driver.synchronize(self._index)
 
-    def _connect(self, group: Group) -> None:
-        """Swap addresses, which mean the same to all ranks of one process."""
-        _SYMMETRIC[self.symmetric] = self._symmetric
-        mine = struct.pack("<QQ", os.getpid(), self.symmetric)
-        everyone = [
-            struct.unpack("<QQ", blob)
-            for blob in group.all_gather(mine, self._layout.cfg.timeout_s)
-        ]
-        if len({pid for pid, _ in everyone}) > 1:
-            raise TransportUnavailable(
-                "ranks on GPUs in several processes: not part of this version; use device='cpu'"
-            )
-        peers = struct.pack(f"<{group.size}Q", *(address for _, address in everyone))
-        self._peers = [_SYMMETRIC[address] for _, address in everyone]
-        cuda_driver.make_current(self._index)
-        cuda_driver.copy_to_device(self.local + self._layout.local["peers"].offset, peers)
+    def _load(self) -> bool:
+        """What concerns this rank alone."""
+        layout, index = self._layout, self._index
+        self._kernels = GpuKernels(layout, index)
+        self._undo.callback(self._kernels.close)
+        self._streams = Streams(index)
+        self._undo.callback(self._streams.close)
+        self._local = gpu_pages.make(index, layout.local.nbytes, shareable=False)
+        self._status = PinnedMemory(index, STATUS_BYTES)
+        self._undo.callback(self._status.close)
+        self._statuses = list((Status * 3).from_address(self._status.address))
+        return True
 
+    def _prepare(self) -> None:
+        """Tell kernels where the peers are."""
+        pointers = [self._memory.peer_pointer(rank) for rank in range(self._group.size)]
+        if env.flag("POISON"):
+            self._poison(self._symmetric, self._layout.symmetric)
+            self._poison(self.local, self._layout.local)
+        where = self.local + self._layout.local["peers"].offset
+        data = struct.pack(f"<{len(pointers)}Q", *pointers)
+        cuda_driver.copy_to_device(self._index, where, data)
 
-def _current_stream(index: int) -> int:
-    """torch's current stream where torch is in use, else the legacy default stream."""
-    torch = sys.modules.get("torch")
-    return int(torch.cuda.current_stream(index).cuda_stream) if torch is not None else 0
+    def _poison(self, base: int, arena: Arena) -> None:
+        with current(self._index) as cu:
+            for region in arena:
+                if region.poison and region.nbytes:
+                    call(cu.cuMemsetD8, base + region.offset, POISON, region.nbytes)
+            call(cu.cuCtxSynchronize)

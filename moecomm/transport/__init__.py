@@ -1,6 +1,6 @@
 """How bytes reach a peer. ``open_memory`` picks a backend by name and imports only that one.
 
-Nothing here imports ``moecomm.kernels``; ``moecomm.comm`` joins the two.
+Nothing here imports ``moecomm.kernels``; ``moecomm.runtime`` joins the two.
 """
 
 from __future__ import annotations
@@ -9,21 +9,28 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
+from moecomm.addresses import process
 from moecomm.errors import ConfigError, TransportUnavailable
 
 if TYPE_CHECKING:
     from moecomm.group import Group
     from moecomm.transport.base import Memory
+    from moecomm.transport.gpu_memory import GpuMemory
 
 logger = logging.getLogger(__name__)
 
 # name → module with open_memory(group); None: planned, not part of this version
 TRANSPORTS: Final[dict[str, str | None]] = {
     "loopback": "moecomm.transport.loopback",
-    "nvlink": None,
+    "nvlink": "moecomm.transport.nvlink",
     "nvshmem": None,
     "verbs": None,
     "efa": None,
+}
+# The same for memory on GPUs: open_memory(group, index).
+_ON_GPUS: Final = {
+    "loopback": "moecomm.transport.loopback_gpu",
+    "nvlink": "moecomm.transport.nvlink",
 }
 AUTO: Final = "auto"
 
@@ -36,7 +43,7 @@ def check_name(name: object) -> None:
 
 
 def open_memory(name: str, group: Group) -> Memory:
-    """Memory that all ranks of ``group`` reach, by the transport ``name``.
+    """Memory of the CPU that all ranks of ``group`` reach, by the transport ``name``.
 
     Raises:
         ConfigError: no transport has this name.
@@ -44,27 +51,50 @@ def open_memory(name: str, group: Group) -> Memory:
     """
     check_name(name)
     if name == AUTO:
-        name = _choose(group)
+        name = "loopback"
+        logger.info(
+            "rank %d: transport 'loopback': the ranks compute on the CPU, and it reaches every "
+            "process of one machine",
+            group.rank,
+        )
+    module = _module(name)
+    if name in _ON_GPUS and name != "loopback":
+        raise TransportUnavailable(
+            f"transport={name!r} joins GPUs: use device='cuda', or 'loopback' on the CPU"
+        )
+    memory: Memory = import_module(module).open_memory(group)
+    return memory
+
+
+def open_gpu_memory(name: str, group: Group, index: int) -> GpuMemory:
+    """Memory of GPU ``index`` that all ranks of ``group`` reach. Collective.
+
+    Raises: as ``open_memory``; ``PeerTimeout``: a rank did not come.
+    """
+    check_name(name)
+    if name == AUTO:
+        name = _choose_for_gpus(group)
+    _module(name)
+    if name not in _ON_GPUS:
+        raise TransportUnavailable(f"transport={name!r} has no memory on GPUs: use 'nvlink'")
+    memory: GpuMemory = import_module(_ON_GPUS[name]).open_memory(group, index)
+    return memory
+
+
+def _module(name: str) -> str:
     module = TRANSPORTS[name]
     if module is None:
         raise TransportUnavailable(
             f"transport={name!r} is not part of this version; "
             f"available: {', '.join(repr(n) for n, m in TRANSPORTS.items() if m)}"
         )
-    memory: Memory = import_module(module).open_memory(group)
-    return memory
+    return module
 
 
-def _choose(group: Group) -> str:
-    device = group.device or "cpu"
-    if device.partition(":")[0] == "cuda":
-        raise TransportUnavailable(
-            "transport='auto': device='cuda' needs 'nvlink', which is not part of this version; "
-            "device='cpu' runs the same kernels over 'loopback'"
-        )
-    logger.info(
-        "rank %d: transport 'loopback': the ranks compute on the CPU, and it reaches every "
-        "process of one machine",
-        group.rank,
-    )
-    return "loopback"
+def _choose_for_gpus(group: Group) -> str:
+    processes = set(group.all_gather(process().encode()))
+    name, why = "nvlink", "the ranks are processes on GPUs of one machine"
+    if len(processes) == 1:
+        name, why = "loopback", "the ranks are threads of one process"
+    logger.info("rank %d: transport %r: %s", group.rank, name, why)
+    return name
