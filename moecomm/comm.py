@@ -302,9 +302,11 @@ class MoeComm:
         with self._lock:
             if handle.state in (State.CLOSED, State.FAILED) or self._closed or self._failure:
                 return
-            if handle.state is State.SENT:  # peers must learn that its records are read
-                where = self._runtime.stream(None, handle.kind)
+            where = self._runtime.stream(None, handle.kind)
+            if handle.state is State.SENT:
                 self._launch("dispatch_recv", handle, where)
+            if handle.state is not State.RETURNED:  # else combine_send has told the peers
+                self._launch("release", handle, where)
             self._free(handle, State.CLOSED)
 
     def close(self) -> None:
@@ -396,6 +398,8 @@ class MoeComm:
                 status.code = 0
                 handle = self._slots[status.slot]
                 if handle is not None and self._runtime.synchronous:
+                    where = self._runtime.stream(None, handle.kind)
+                    self._runtime.launch("release", self._blocks[handle.slot], 0, 0, where, None)
                     self._free(handle, State.FAILED)
                 raise error
 

@@ -18,6 +18,9 @@ from moecomm.dtypes import itemsize
 from moecomm.errors import ConfigError
 
 WORD: Final = 8
+LINE_BYTES: Final = 128
+LINE_DATA_BYTES: Final = 120  # the last word of a line is its flag
+LINES_MAX_TOKENS: Final = 512
 MAX_ROWS: Final = 2**31 - 1  # row numbers are int32 for the caller (grouped GEMM kernels want that)
 
 # Numbers that device code compares against; `defines` hands them over by name.
@@ -120,32 +123,56 @@ class Layout:
         return self.cfg.hidden * itemsize(self.cfg.combine_dtype)
 
     @cached_property
-    def record_scale_offset(self) -> int:
-        return round_up(self.wire_row_bytes, 16)
-
-    @cached_property
-    def record_meta_offset(self) -> int:
-        return round_up(self.record_scale_offset + 4 * self.cfg.num_scales, 16)
-
-    @cached_property
     def meta_bytes(self) -> int:
         """Token, combine place, group, spare; then expert, place and weight of every slot."""
         return round_up(16 + 12 * self.cfg.top_k, 16)
 
+    @property
+    def record_row_offset(self) -> int:
+        return self.meta_bytes
+
+    @cached_property
+    def record_scale_offset(self) -> int:
+        return self.record_row_offset + round_up(self.wire_row_bytes, 16)
+
+    @cached_property
+    def record_image_bytes(self) -> int:
+        """One token for one rank: meta | row | scales, each from a 16-byte boundary."""
+        return round_up(self.record_scale_offset + 4 * self.cfg.num_scales, 16)
+
     @cached_property
     def record_bytes(self) -> int:
-        """One token on the wire: row | scales | meta, each from a 16-byte boundary."""
-        return self.record_meta_offset + self.meta_bytes
+        """What a record takes on the wire."""
+        image = self.record_image_bytes
+        return line_bytes(image) if self.lines else image
 
     @cached_property
     def combine_stride(self) -> int:
-        return round_up(self.combine_row_bytes, 16)
+        """What a returned row takes on the wire."""
+        row = round_up(self.combine_row_bytes, 16)
+        return line_bytes(row) if self.lines else row
+
+    @cached_property
+    def lines(self) -> bool:
+        """Whether flags travel inside the data (see ``MoeConfig.wire``)."""
+        whole = self.wire_row_bytes % 16 == 0 and self.combine_row_bytes % 16 == 0
+        if self.cfg.wire == "lines" and not whole:
+            raise ConfigError(
+                f"wire='lines': rows must be multiples of 16 bytes, but hidden={self.cfg.hidden} "
+                f"makes {self.wire_row_bytes} (dispatch) and {self.combine_row_bytes} (combine)"
+            )
+        small = self.cfg.wire == "auto" and self.cfg.max_tokens <= LINES_MAX_TOKENS
+        return self.cfg.wire == "lines" or (small and whole)
 
     @cached_property
     def combine_places(self) -> int:
         """Rows one token can get back: one a slot, or one a rank when the sender reduces."""
-        cfg = self.cfg
-        return min(cfg.top_k, self.num_ranks) if self.rows_per_rank else cfg.top_k
+        return self.max_destinations if self.rows_per_rank else self.cfg.top_k
+
+    @property
+    def max_destinations(self) -> int:
+        """Most ranks that one token goes to."""
+        return min(self.cfg.top_k, self.num_ranks)
 
     @property
     def rows_per_rank(self) -> bool:
@@ -186,8 +213,9 @@ class Layout:
         arena.add("head", slots * self.num_ranks * self.head_words * WORD)
         arena.add("record_flag", records * WORD)
         arena.add("combine_flag", places * WORD)
-        arena.add("record", records * self.record_bytes, poison=True)
-        arena.add("combine_row", places * self.combine_stride, poison=True)
+        # Lines hold flags, which begin at zero; other rows mean nothing before they are written.
+        arena.add("record", records * self.record_bytes, poison=not self.lines)
+        arena.add("combine_row", places * self.combine_stride, poison=not self.lines)
         return arena
 
     @cached_property
@@ -197,8 +225,7 @@ class Layout:
         slots, tokens, top_k = cfg.in_flight, cfg.max_tokens, cfg.top_k
         records, rows = self.num_groups * tokens, self.slot_rows
         arena.add("peers", self.num_ranks * WORD)
-        arena.add("epoch", slots * WORD)
-        arena.add("ticket", slots * WORD)
+        arena.add("epoch", slots * 2 * WORD)
         arena.add("claim", 4 * WORD)
         arena.add("overflowed", slots * WORD)
         arena.add("stat_sent", self.num_ranks * WORD)
@@ -265,8 +292,9 @@ class Layout:
             "PLACES": self.combine_places,
             "WIRE_ROW_BYTES": self.wire_row_bytes,
             "RECORD_BYTES": self.record_bytes,
+            "RECORD_WORDS": self.record_image_bytes // WORD,
+            "RECORD_ROW_OFF": self.record_row_offset,
             "RECORD_SCALE_OFF": self.record_scale_offset,
-            "RECORD_META_OFF": self.record_meta_offset,
             "META_BYTES": self.meta_bytes,
             "COMBINE_ROW_BYTES": self.combine_row_bytes,
             "COMBINE_STRIDE": self.combine_stride,
@@ -278,3 +306,8 @@ class Layout:
     def defines(self) -> dict[str, str]:
         """``constants`` as C literals, for kernels compiled for this very problem."""
         return {name: f"{value}ull" for name, value in self.constants.items()}
+
+
+def line_bytes(nbytes: int) -> int:
+    """``nbytes`` in 128-byte lines that carry 120 bytes each."""
+    return -(-nbytes // LINE_DATA_BYTES) * LINE_BYTES

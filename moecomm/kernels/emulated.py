@@ -9,7 +9,7 @@ from moecomm.emulator import EmulatorProgram, ProcessWorld
 from moecomm.kernels import source
 from moecomm.kernels.args import Args
 from moecomm.kernels.geometry import EMULATOR, Machine, geometry
-from moecomm.kernels.stages import STAGES, emulator_defines, emulator_table, source_name
+from moecomm.kernels.stages import STAGES, emulator_defines, emulator_table, kernel_name
 from moecomm.layout import Layout
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ class EmulatedKernels:
         """Run one stage. Raises what the emulator finds: ``Deadlock``, ``CheckFailure``."""
         shape = geometry(stage, self._layout, self._machine, num_tokens)
         program = self._program(stage, input_code)
-        launch = (stage, bytes(args), shape.blocks, shape.threads, shape.shared_bytes)
+        kernel = kernel_name(self._layout, stage)
+        launch = (kernel, bytes(args), shape.blocks, shape.threads, shape.shared_bytes)
         if self._simulation is not None:
             self._simulation.launch(self._layout.rank, program, self._table, *launch)
             return
@@ -54,9 +55,9 @@ class EmulatedKernels:
 
     def _program(self, stage: str, input_code: int) -> EmulatorProgram:
         defines = emulator_defines(self._layout, stage, input_code)
-        return _program(stage, tuple(defines.items()))
+        return _program(kernel_name(self._layout, stage), tuple(defines.items()))
 
 
 @functools.cache
-def _program(stage: str, defines: tuple[tuple[str, int | str], ...]) -> EmulatorProgram:
-    return EmulatorProgram(source.bundle(source_name(stage), dict(defines)), name=stage)
+def _program(kernel: str, defines: tuple[tuple[str, int | str], ...]) -> EmulatorProgram:
+    return EmulatorProgram(source.bundle(f"{kernel}.cu", dict(defines)), name=kernel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from moecomm.arena import round_up
 from moecomm.layout import Layout
 
 SMEM_STRUCT_BYTES: Final = (
@@ -34,12 +35,24 @@ class Machine:
 EMULATOR: Final = Machine(max_blocks=4, threads=64)
 
 
-def shared_bytes(stage: str, layout: Layout) -> int:
-    words = {
-        "dispatch_send": layout.cfg.num_experts + layout.num_ranks,
-        "dispatch_recv": (layout.num_groups + 1) * (layout.max_local_experts + 2) + 2,
-    }
-    return SMEM_STRUCT_BYTES + 4 * words.get(stage, 0)
+def image_offset(layout: Layout) -> int:
+    """Where dispatch_send_lines keeps a token's image in shared memory, behind its counters."""
+    return round_up(SMEM_STRUCT_BYTES + 4 * (layout.cfg.num_experts + layout.num_ranks), 16)
+
+
+def shared_bytes(stage: str, layout: Layout, threads: int) -> int:
+    """Dynamic shared memory of one block."""
+    structs = SMEM_STRUCT_BYTES * (threads // 32 if layout.lines else 1)
+    if stage == "dispatch_send":
+        fixed = image_offset(layout)
+        if not layout.lines:
+            return fixed
+        body = layout.record_image_bytes - layout.meta_bytes
+        return fixed + body + layout.max_destinations * layout.meta_bytes
+    if stage == "dispatch_recv":
+        tables = (layout.num_groups + 1) * (layout.max_local_experts + 2) + 2
+        return structs + 4 * tables
+    return structs
 
 
 def geometry(stage: str, layout: Layout, machine: Machine, num_tokens: int) -> Geometry:
@@ -52,4 +65,4 @@ def geometry(stage: str, layout: Layout, machine: Machine, num_tokens: int) -> G
     if stage in ("dispatch_recv", "combine_send"):
         work = layout.num_groups * cfg.max_tokens
     limit = machine.max_blocks if cfg.num_sms is None else min(machine.max_blocks, cfg.num_sms)
-    return Geometry(max(1, min(work, limit)), machine.threads, shared_bytes(stage, layout))
+    return Geometry(max(1, min(work, limit)), machine.threads, shared_bytes(stage, layout, machine.threads))

@@ -8,7 +8,7 @@ from moecomm.cuda_driver import attribute, call, check, current
 from moecomm.kernels.args import ArgBlock
 from moecomm.kernels.geometry import Geometry, Machine, geometry, shared_bytes
 from moecomm.kernels.jit import compile_kernel
-from moecomm.kernels.stages import STAGES, gpu_defines, input_codes, source_name
+from moecomm.kernels.stages import STAGES, gpu_defines, input_codes, kernel_name
 from moecomm.layout import Layout
 
 THREADS: Final = 512  # a 7168-column row is one or two 16-byte chunks a thread
@@ -85,12 +85,13 @@ class GpuKernels:
 
     def _load(self, stage: str, code: int) -> Any:
         defines = gpu_defines(self._layout, stage, code)
-        compiled = compile_kernel(source_name(stage), defines, self._arch)
+        kernel = kernel_name(self._layout, stage)
+        compiled = compile_kernel(f"{kernel}.cu", defines, self._arch)
         cu = self._cu
         module = call(cu.cuModuleLoad, str(compiled.path).encode())
         self._modules.append(module)
-        function = call(cu.cuModuleGetFunction, module, stage.encode())
-        needed = shared_bytes(stage, self._layout)
+        function = call(cu.cuModuleGetFunction, module, kernel.encode())
+        needed = shared_bytes(stage, self._layout, THREADS)
         if needed > SHARED_BYTES:
             name = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             call(cu.cuFuncSetAttribute, function, name, needed)

@@ -10,12 +10,13 @@ from moecomm.config import MoeConfig
 from moecomm.kernels.geometry import SMEM_STRUCT_BYTES
 from moecomm.layout import Layout
 
-STAGES: Final = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
+STAGES: Final = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release")
 CAST_INPUTS: Final = ("bfloat16", "float16", "float32")
 
 
-def source_name(stage: str) -> str:
-    return f"{stage}.cu"
+def kernel_name(layout: Layout, stage: str) -> str:
+    """The kernel of a stage; its source is ``<name>.cu``."""
+    return f"{stage}_lines" if layout.lines and stage != "release" else stage
 
 
 def input_codes(cfg: MoeConfig) -> list[int]:
@@ -25,8 +26,9 @@ def input_codes(cfg: MoeConfig) -> list[int]:
     return [wire, *casts]
 
 
-def dtype_defines(cfg: MoeConfig, stage: str, input_code: int) -> dict[str, int]:
+def dtype_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int]:
     """Element types of one stage; those it does not use are fixed, so that it compiles once."""
+    cfg = layout.cfg
     wire = dtypes.code(cfg.dispatch_dtype) if stage.startswith("dispatch") else dtypes.BF16
     combine = dtypes.code(cfg.combine_dtype) if stage.startswith("combine") else dtypes.BF16
     return {
@@ -39,13 +41,13 @@ def dtype_defines(cfg: MoeConfig, stage: str, input_code: int) -> dict[str, int]
 
 def gpu_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int | str]:
     """Everything is a literal: a GPU kernel is compiled for its very problem."""
-    return {**layout.defines(), **dtype_defines(layout.cfg, stage, input_code)}
+    return {**layout.defines(), **dtype_defines(layout, stage, input_code)}
 
 
 def emulator_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int | str]:
     """Numbers come from a table at run time: one compile a dtype serves every problem."""
     table = {name: f"(emu::config()[{i}])" for i, name in enumerate(layout.constants)}
-    return {**table, **dtype_defines(layout.cfg, stage, input_code)}
+    return {**table, **dtype_defines(layout, stage, input_code)}
 
 
 def emulator_table(layout: Layout) -> list[int]:
@@ -64,7 +66,7 @@ class Variant:
 
     @property
     def source(self) -> str:
-        return source_name(self.stage)
+        return f"{kernel_name(self.layout, self.stage)}.cu"
 
     @property
     def defines(self) -> dict[str, int | str]:

@@ -6,78 +6,18 @@
 //
 // Reads: own combine_row, combine_flag, route, num_dest, weight.  Writes: out.
 // Order: acquire of a row's flag, block barrier, its bytes.
-#include "dtype.cuh"
-#include "protocol.cuh"
+#include "owed.cuh"
 
-struct Token {  // in shared memory, filled by warp 0
-    u32 num;               // rows owed
-    u32 place[WARP_SIZE];  // [num] ascending
-    u32 peer[WARP_SIZE];   // who owes each
-    float weight[WARP_SIZE];
-};
-static_assert(sizeof(Token) <= SMEM_STRUCT_BYTES, "kernels/geometry.py sets aside too little");
-
-// The weight of slot `lane` with those of later slots that name the same expert, in slot order.
-DEVICE float slot_weight(const Args& a, u32 t, u32 route)
-{
-    const u64 token = a.slot * MAX_TOKENS + t;
-    const u32 lane = lane_id();
-    if (!a.topk_weights)
-        return lane < TOP_K ? ld(local_at<float>(a, LOC_WEIGHT, token * TOP_K + lane)) : 0.0f;
-    const bool named = route != NO_EXPERT;
-    const float own = named ? given_weight(a, t, lane) : 0.0f;
-    float sum = 0.0f;
-    for (u32 k = 0; k < TOP_K; ++k) {
-        const float w = __shfl_sync(FULL_WARP, own, k);
-        if (__shfl_sync(FULL_WARP, route, k) == route && named) sum = __fadd_rn(sum, w);
-    }
-    return sum;
-}
-
-DEVICE void load_token(const Args& a, Token& tok, u32 t)
-{
-    const u64 token = a.slot * MAX_TOKENS + t;
-    const u32 lane = lane_id();
-    const u32 route =
-        lane < TOP_K ? ld(local_at<u32>(a, LOC_ROUTE, token * TOP_K + lane)) : NO_EXPERT;
-    const bool named = route != NO_EXPERT;
-    const u32 rank = named ? expert_rank(route & 0xffffu) : 0;
-    bool owed = named && route >> 16 == lane;
-    u32 place = lane;
-    float weight = 1.0f;
-    if (ROWS_PER_RANK) {
-        // The first lane that names a rank stands for it; its place counts lower ranks.
-        const u32 twins = __match_any_sync(FULL_WARP, named ? rank : 0x80000000u | lane);
-        owed = named && __ffs(twins) - 1 == (i32)lane;
-        const u32 openers = __ballot_sync(FULL_WARP, owed);
-        place = 0;
-        for (u32 k = 0; k < TOP_K; ++k) {
-            const u32 other = __shfl_sync(FULL_WARP, rank, k);
-            if ((openers >> k & 1) && other < rank) ++place;
-        }
-    } else {
-        weight = slot_weight(a, t, route);
-    }
-    const u32 mask = __ballot_sync(FULL_WARP, owed);
-    const u32 at = ROWS_PER_RANK ? place : __popc(mask & ((1u << lane) - 1));
-    if (owed) {
-        tok.place[at] = place;
-        tok.peer[at] = rank;
-        tok.weight[at] = weight;
-    }
-    if (lane == 0) tok.num = __popc(mask);
-}
-
-DEVICE bool rows_arrived(const Args& a, const Token& tok, u32 t, u64 epoch)
+DEVICE bool rows_arrived(const Args& a, const Owed& owed, u32 t, u64 epoch)
 {
     bool ok = true;
-    if (threadIdx.x < tok.num)
-        ok = wait_for(a, combine_flag(a.symmetric, a, t, tok.place[threadIdx.x]), FlagReached{epoch},
-                      epoch, epoch, PHASE_COMBINE_RECV, tok.peer[threadIdx.x]);
+    if (threadIdx.x < owed.num)
+        ok = wait_for(a, combine_flag(a.symmetric, a, t, owed.place[threadIdx.x]), FlagReached{epoch},
+                      epoch, epoch, PHASE_COMBINE_RECV, owed.peer[threadIdx.x]);
     return __syncthreads_and(ok);
 }
 
-DEVICE void sum_rows(const Args& a, const Token& tok, u32 t)
+DEVICE void sum_rows(const Args& a, const Owed& owed, u32 t)
 {
     typedef Row<COMBINE_DTYPE> Y;
     void* out = (void*)(a.out + t * a.out_stride);
@@ -88,11 +28,11 @@ DEVICE void sum_rows(const Args& a, const Token& tok, u32 t)
         if (a.accumulate) chunk = Y::load(out, c, a.out_aligned);
         for (u32 e = 0; e < Y::kElems; ++e)
             sum[e] = a.accumulate ? decode<COMBINE_DTYPE>(element(chunk, e, Y::Elem())) : 0.0f;
-        for (u32 i = 0; i < tok.num; ++i) {
-            chunk.v4 = ld_v4((const void*)(combine_row(a.symmetric, a, t, tok.place[i]) + c * 16));
+        for (u32 i = 0; i < owed.num; ++i) {
+            chunk.v4 = ld_v4((const void*)(combine_row(a.symmetric, a, t, owed.place[i]) + c * 16));
             for (u32 e = 0; e < Y::kElems; ++e) {
                 const float y = decode<COMBINE_DTYPE>(element(chunk, e, Y::Elem()));
-                sum[e] = __fadd_rn(sum[e], ROWS_PER_RANK ? y : __fmul_rn(tok.weight[i], y));
+                sum[e] = __fadd_rn(sum[e], __fmul_rn(owed.weight[i], y));  // weight 1 is exact
             }
         }
         for (u32 e = 0; e < Y::kElems; ++e) element(chunk, e, Y::Elem()) = encode<COMBINE_DTYPE>(sum[e]);
@@ -107,13 +47,13 @@ extern "C" __global__ void combine_recv(Args a)
     if (__syncthreads_or(threadIdx.x == 0 && aborted(a, epoch))) return;
     if (CAPPED && ld(local_at<u64>(a, LOC_OVERFLOWED, a.slot)) == epoch) return;
 
-    DYNAMIC_SHARED(Token, token);
+    DYNAMIC_SHARED(Owed, owed);
     const u32 tokens = ld(local_at<u32>(a, LOC_NUM_TOKENS, a.slot));
     for (u32 t = blockIdx.x; t < tokens; t += gridDim.x) {
-        if (warp_id() == 0) load_token(a, *token, t);
+        if (warp_id() == 0) load_owed(a, *owed, t);
         __syncthreads();
-        if (!rows_arrived(a, *token, t, epoch)) return;
-        sum_rows(a, *token, t);
+        if (!rows_arrived(a, *owed, t, epoch)) return;
+        sum_rows(a, *owed, t);
         __syncthreads();  // nobody still reads this token
     }
 }

@@ -5,53 +5,18 @@
 // once, to the place of this rank. rank layout: the caller's row, to the place of this rank.
 // Every replica of the source group gets a copy.
 //
-// Reads: y; own meta, row_of.  Writes: peers' combine_row, combine_flag.
+// Reads: y; own meta, row_of.  Writes: peers' combine_row, combine_flag, ack.
 // Order: a row's bytes, block barrier, release of its flag.
-#include "dtype.cuh"
-#include "protocol.cuh"
+#include "returned.cuh"
 
-struct Record {  // in shared memory, filled by warp 0
-    u32 token;
-    u32 group;
-    u32 num;                 // rows to send back (or to sum)
-    u32 place[WARP_SIZE];    // where each goes at the source
-    u32 row[WARP_SIZE];      // of y
-    float weight[WARP_SIZE];
-};
-static_assert(sizeof(Record) <= SMEM_STRUCT_BYTES, "kernels/geometry.py sets aside too little");
-
-DEVICE void load_record(const Args& a, Record& rec, u32 j)
-{
-    const u64 kept = a.slot * NUM_GROUPS * MAX_TOKENS + j;
-    const u32* meta = reinterpret_cast<const u32*>(a.local + LOC_META + kept * META_BYTES);
-    const u32 k = lane_id();
-    const bool wanted = k < TOP_K && ld(meta + META_EXPERT + k) != NO_EXPERT;
-    const u32 mask = __ballot_sync(FULL_WARP, wanted);
-    const u32 at = __popc(mask & ((1u << k) - 1));
-    if (wanted && LAYOUT != LAYOUT_RANK) {
-        rec.row[at] = ld(local_at<u32>(a, LOC_ROW_OF, kept * TOP_K + k));
-        rec.place[at] = ROWS_PER_RANK ? ld(meta + META_PLACE) : k;
-        rec.weight[at] = __uint_as_float(ld(meta + META_WEIGHT + k));
-    }
-    if (k == 0) {
-        rec.token = ld(meta + META_TOKEN);
-        rec.group = ld(meta + META_GROUP);
-        rec.num = LAYOUT == LAYOUT_RANK ? 1 : __popc(mask);
-        if (LAYOUT == LAYOUT_RANK) {
-            rec.row[0] = j;
-            rec.place[0] = ld(meta + META_PLACE);
-        }
-    }
-}
-
-DEVICE u64 dest_row(const Args& a, const Record& rec, u32 replica, u32 i)
+DEVICE u64 dest_row(const Args& a, const Returned& rec, u32 replica, u32 i)
 {
     const u64 base = peer_base(a, rec.group * REPLICAS + replica);
     return combine_row(base, a, rec.token, rec.place[i]);
 }
 
 // Each row as it is.
-DEVICE void send_rows(const Args& a, const Record& rec)
+DEVICE void send_rows(const Args& a, const Returned& rec)
 {
     const u64 chunks = Row<COMBINE_DTYPE>::num_chunks();
     for (u32 i = 0; i < rec.num; ++i) {
@@ -64,7 +29,7 @@ DEVICE void send_rows(const Args& a, const Record& rec)
 }
 
 // One row: the weighted sum, in slot order.
-DEVICE void send_sum(const Args& a, const Record& rec)
+DEVICE void send_sum(const Args& a, const Returned& rec)
 {
     typedef Row<COMBINE_DTYPE> Y;
     for (u64 c = threadIdx.x; c < Y::num_chunks(); c += blockDim.x) {
@@ -88,12 +53,13 @@ extern "C" __global__ void combine_send(Args a)
     const u64 epoch = ld(epoch_word(a));
     note_epoch(epoch);
     if (__syncthreads_or(threadIdx.x == 0 && aborted(a, epoch))) return;
+    acknowledge(a, epoch);
     if (CAPPED && ld(local_at<u64>(a, LOC_OVERFLOWED, a.slot)) == epoch) return;
 
-    DYNAMIC_SHARED(Record, record);
+    DYNAMIC_SHARED(Returned, record);
     const u32 total = ld(local_at<u32>(a, LOC_NUM_RECORDS, a.slot));
     for (u32 j = blockIdx.x; j < total; j += gridDim.x) {
-        if (warp_id() == 0) load_record(a, *record, j);
+        if (warp_id() == 0) load_returned(a, *record, j);
         __syncthreads();
         if (SENDER_REDUCES)
             send_sum(a, *record);

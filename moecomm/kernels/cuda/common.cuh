@@ -47,17 +47,6 @@ DEVICE void st_relaxed_sys(u64* p, u64 v)
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
-// ---- counters shared by the blocks of one kernel ------------------------------------------
-DEVICE u32 atomic_inc_acq_rel_gpu(u32* p, u32 wrap)
-{
-    u32 v;
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                 : "=r"(v)
-                 : "l"(p), "r"(wrap)
-                 : "memory");
-    return v;
-}
-
 DEVICE u64 cas_relaxed_sys(u64* p, u64 compare, u64 value)
 {
     u64 v;
@@ -131,16 +120,6 @@ DEVICE void note_wait(const u64*, u64) {}
 DEVICE u32 lane_id() { return threadIdx.x % WARP_SIZE; }
 DEVICE u32 warp_id() { return threadIdx.x / WARP_SIZE; }
 DEVICE u32 num_warps() { return blockDim.x / WARP_SIZE; }
-
-// True on every thread of the block that finishes last. What any block did before its call
-// happened before what the last block does after it. The counter wraps to zero by itself.
-DEVICE bool last_block(u32* ticket)
-{
-    __syncthreads();
-    bool last = false;
-    if (threadIdx.x == 0) last = atomic_inc_acq_rel_gpu(ticket, gridDim.x - 1) == gridDim.x - 1;
-    return __syncthreads_or(last);
-}
 
 // In place: values[i] = sum of values[0..i), values[n] = the sum of all. One whole warp, n + 1
 // words of shared memory. Each value is first rounded up to a multiple of `align`.

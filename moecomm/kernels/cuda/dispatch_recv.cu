@@ -3,267 +3,29 @@
 // Every block waits for all heads and works out where each group's rows of each expert begin
 // (prefix sums over groups, then over experts). Then blocks share out the records: wait for a
 // record's flag, copy its row to every local expert that wants it. Block 0 also writes counts
-// and offsets. The last block to finish acknowledges the slot to all ranks.
+// and offsets.
 //
-// Reads: own head, record, record_flag.  Writes: own received rows, meta, row_of; peers' ack.
-// Order: acquire of a record's flag, block barrier, its bytes; all reads, then release of the ack.
-#include "dtype.cuh"
-#include "protocol.cuh"
+// Reads: own head, record, record_flag.  Writes: own received rows, meta, row_of, epoch.
+// Order: acquire of a record's flag, block barrier, its bytes.
+#include "placement.cuh"
 
-struct Shared {
-    u32* base;         // [G][num_local] first row of (group, expert) within the expert
-    u32* expert_rows;  // [num_local + 1] rows of each expert; after the scan its first row
-    u32* group_start;  // [G + 1] records of earlier groups
-    u32* rows;         // [TOP_K] destination rows of the record in hand
-    u32* experts;      // [TOP_K] the slots k they belong to
-    u32* num;          // [0] how many
-};
-
-DEVICE Shared shared_parts(const Args& a)
+DEVICE void copy_record(const Args& a, const RowPlan& plan, u64 record)
 {
-    DYNAMIC_SHARED(u32, words);
-    Shared s;
-    s.base = words;
-    s.expert_rows = s.base + NUM_GROUPS * a.num_local;
-    s.group_start = s.expert_rows + a.num_local + 1;
-    s.rows = s.group_start + NUM_GROUPS + 1;
-    s.experts = s.rows + WARP_SIZE;
-    s.num = s.experts + WARP_SIZE;
-    return s;
-}
-
-// ---- heads ------------------------------------------------------------------------------------
-DEVICE bool heads_arrived(const Args& a, u64 epoch)
-{
-    bool ok = true;
-    for (u64 i = threadIdx.x; i < NUM_RANKS * HEAD_WORDS && ok; i += blockDim.x) {
-        const u64 source = i / HEAD_WORDS;
-        ok = wait_for(a, head_words(a.symmetric, a, source) + i % HEAD_WORDS, CountArrived{epoch},
-                      epoch, epoch, PHASE_DISPATCH_RECV, (u32)source);
-    }
-    return __syncthreads_and(ok);
-}
-
-// What group g said in word `word` of its head (its replicas all say the same).
-DEVICE u32 head_count(const Args& a, u64 group, u64 word)
-{
-    return count_value(ld_relaxed_sys(head_words(a.symmetric, a, group * REPLICAS) + word));
-}
-
-DEVICE u32 own_expert_count(const Args& a, u64 group, u64 expert)
-{
-    return head_count(a, group, 1 + expert);
-}
-
-DEVICE void count_rows(const Args& a, const Shared& s)
-{
-    for (u32 e = threadIdx.x; e < a.num_local; e += blockDim.x) {
-        u32 rows = 0;
-        for (u32 g = 0; g < NUM_GROUPS; ++g) {
-            s.base[g * a.num_local + e] = rows;
-            rows += own_expert_count(a, g, e);
-        }
-        s.expert_rows[e] = rows;
-    }
-    for (u32 g = threadIdx.x; g < NUM_GROUPS; g += blockDim.x) s.group_start[g] = head_count(a, g, 0);
-    __syncthreads();
-}
-
-// ---- a cap: does anybody, anywhere, get more than it has room for? --------------------------------
-DEVICE u32 total_over_groups(const Args& a, u32 i)
-{
-    u32 sum = 0;
-    for (u32 g = 0; g < NUM_GROUPS; ++g) sum += head_count(a, g, 1 + MAX_LOCAL + i);
-    return sum;
-}
-
-// Rows that unit i (an expert: batched; else a rank) would receive.
-DEVICE u32 rows_needed(const Args& a, u32 i)
-{
-    if (LAYOUT != LAYOUT_GROUPED) return total_over_groups(a, i);
-    u32 rows = 0;
-    const u32 first = rank_first_expert(i);
-    for (u32 e = 0; e < rank_num_experts(i); ++e)
-        rows += (total_over_groups(a, first + e) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    return rows;
-}
-
-// The lowest unit over capacity, found alike on every rank. Block 0 of each rank reports it.
-DEVICE bool overflows(const Args& a, const Shared& s, u64 epoch)
-{
-    const u32 units = LAYOUT == LAYOUT_BATCHED ? NUM_EXPERTS : NUM_RANKS;
-    u32* lowest = s.num;
-    if (threadIdx.x == 0) *lowest = units;
-    __syncthreads();
-    for (u32 i = threadIdx.x; i < units; i += blockDim.x)
-        if (rows_needed(a, i) > CAPACITY) atomicMin(lowest, i);
-    __syncthreads();
-    const u32 unit = *lowest;
-    __syncthreads();
-    if (unit == units) return false;
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-        st(local_at<u64>(a, LOC_OVERFLOWED, a.slot), epoch);
-        Status status = {CODE_OVERFLOW, PHASE_DISPATCH_RECV, a.rank, unit, epoch,
-                         rows_needed(a, unit), CAPACITY, a.slot};
-        report(a, STATUS_OVERFLOW, status);
-    }
-    return true;
-}
-
-// ---- block 0: what the caller reads beside the rows ------------------------------------------------
-DEVICE u32 first_row(const Args& a, const Shared& s, u32 expert)
-{
-    return LAYOUT == LAYOUT_BATCHED ? expert * (u32)CAPACITY : s.expert_rows[expert];
-}
-
-DEVICE u32 expert_count(const Args& a, const Shared& s, u32 e)
-{
-    const u32 last = (u32)NUM_GROUPS - 1;
-    return s.base[last * a.num_local + e] + own_expert_count(a, last, e);
-}
-
-DEVICE void write_counts(const Args& a, const Shared& s)
-{
-    u32* counts = local_at<u32>(a, LOC_COUNTS, a.slot * MAX_LOCAL);
-    u32* offsets = local_at<u32>(a, LOC_OFFSETS, a.slot * (MAX_LOCAL + 1));
-    for (u32 e = threadIdx.x; e < a.num_local; e += blockDim.x) {
-        const u32 n = expert_count(a, s, e);
-        st(counts + e, n);
-        u64* total = local_at<u64>(a, LOC_STAT_EXPERT, e);
-        st(total, ld(total) + n);
-    }
-    for (u32 e = threadIdx.x; e <= a.num_local; e += blockDim.x) st(offsets + e, first_row(a, s, e));
-    for (u32 g = threadIdx.x; g < NUM_GROUPS; g += blockDim.x) {
-        const u32 records = s.group_start[g + 1] - s.group_start[g];
-        u32 rows = 0;
-        for (u32 e = 0; e < a.num_local; ++e) rows += own_expert_count(a, g, e);
-        u64* recv = local_at<u64>(a, LOC_STAT_RECV, g);
-        u64* back = local_at<u64>(a, LOC_STAT_ROWS, g);
-        st(recv, ld(recv) + records);
-        st(back, ld(back) + (ROWS_PER_RANK ? records : rows));
-    }
-    if (threadIdx.x == 0) {
-        const u32 records = s.group_start[NUM_GROUPS];
-        st(local_at<u32>(a, LOC_NUM_RECORDS, a.slot), records);
-        u32 rows = LAYOUT == LAYOUT_RANK ? records : 0;
-        if (LAYOUT == LAYOUT_GROUPED) rows = s.expert_rows[a.num_local];
-        if (LAYOUT == LAYOUT_BATCHED)
-            for (u32 e = 0; e < a.num_local; ++e) rows += s.expert_rows[e];
-        st(local_at<u32>(a, LOC_NUM_ROWS, a.slot), rows);
-    }
-}
-
-// ---- received rows -----------------------------------------------------------------------------------
-DEVICE bool rows_aligned() { return WIRE_ROW_BYTES % 16 == 0; }
-
-DEVICE u64 recv_row(const Args& a, u64 row)
-{
-    return a.local + LOC_X + a.slot * SLOT_X_BYTES + row * WIRE_ROW_BYTES;
-}
-
-DEVICE float* recv_scale(const Args& a, u64 row)
-{
-    return local_at<float>(a, LOC_X_SCALE, (a.slot * SLOT_ROWS + row) * NUM_SCALES);
-}
-
-DEVICE void set_source(const Args& a, u64 row, u32 group, u32 token)
-{
-    st(local_at<u32>(a, LOC_SRC_RANK, a.slot * SLOT_ROWS + row), group);
-    st(local_at<u32>(a, LOC_SRC_TOKEN, a.slot * SLOT_ROWS + row), token);
-}
-
-// grouped: rows between an expert's last and the next one's first are zero and come from nowhere.
-DEVICE void write_pads(const Args& a, const Shared& s)
-{
-    for (u32 e = blockIdx.x; e < a.num_local; e += gridDim.x) {
-        const u32 end = s.expert_rows[e + 1];
-        for (u32 row = s.expert_rows[e] + expert_count(a, s, e); row < end; ++row) {
-            Chunk zero;
-            zero.v4 = zero_chunk();
-            for (u64 c = threadIdx.x; c < Row<WIRE_DTYPE>::num_chunks(); c += blockDim.x)
-                Row<WIRE_DTYPE>::store((void*)recv_row(a, row), c, zero, rows_aligned());
-            for (u64 b = threadIdx.x; b < NUM_SCALES; b += blockDim.x) st(recv_scale(a, row) + b, 0.0f);
-            if (threadIdx.x == 0) {
-                set_source(a, row, NO_EXPERT, NO_EXPERT);
-                st(local_at<float>(a, LOC_ROW_WEIGHT, a.slot * SLOT_ROWS + row), 0.0f);
-            }
-        }
-    }
-}
-
-DEVICE u32 group_of(const Shared& s, u32 record)
-{
-    u32 low = 0, high = (u32)NUM_GROUPS - 1;
-    while (low < high) {
-        const u32 middle = (low + high + 1) / 2;
-        if (s.group_start[middle] <= record)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    return low;
-}
-
-// Warp 0: the rows that record j goes to; keeps its meta for combine.
-DEVICE void plan_record(const Args& a, const Shared& s, u64 record, u32 j, u32 group)
-{
-    const u32* meta = reinterpret_cast<const u32*>(record + RECORD_META_OFF);
-    const u64 kept = a.slot * NUM_GROUPS * MAX_TOKENS + j;
-    u32* copy = reinterpret_cast<u32*>(a.local + LOC_META + kept * META_BYTES);
-    for (u32 c = lane_id(); c < META_BYTES / 16; c += WARP_SIZE)
-        st_v4(copy + 4 * c, ld_v4(meta + 4 * c));
-
-    const u32 k = lane_id();
-    const u32 token = ld(meta + META_TOKEN);
-    const u32 expert = k < TOP_K ? ld(meta + META_EXPERT + k) : NO_EXPERT;
-    const float weight = k < TOP_K ? __uint_as_float(ld(meta + META_WEIGHT + k)) : 0.0f;
-    const bool wanted = expert != NO_EXPERT;
-    u32 row = j;  // rank layout
-    if (LAYOUT != LAYOUT_RANK && wanted)
-        row = first_row(a, s, expert) + s.base[group * a.num_local + expert] +
-              ld(meta + META_INDEX + k);
-
-    if (k < TOP_K) st(local_at<u32>(a, LOC_ROW_OF, kept * TOP_K + k), row);
-    if (LAYOUT == LAYOUT_RANK) {
-        const u64 at = (a.slot * SLOT_ROWS + j) * TOP_K + k;
-        if (k < TOP_K) {
-            st(local_at<u32>(a, LOC_ROW_EXPERT, at), expert);
-            st(local_at<float>(a, LOC_ROW_WEIGHT, at), weight);
-        }
-        if (k == 0) {
-            set_source(a, j, group, token);
-            s.rows[0] = j;
-            *s.num = 1;
-        }
-    } else {
-        const u32 mask = __ballot_sync(FULL_WARP, wanted);
-        if (wanted) {
-            s.rows[__popc(mask & ((1u << k) - 1))] = row;
-            set_source(a, row, group, token);
-            st(local_at<float>(a, LOC_ROW_WEIGHT, a.slot * SLOT_ROWS + row), weight);
-        }
-        if (k == 0) *s.num = __popc(mask);
-    }
-}
-
-DEVICE void copy_record(const Args& a, const Shared& s, u64 record)
-{
-    const u32 num = *s.num;
+    const u64 row = record + RECORD_ROW_OFF;
     for (u64 c = threadIdx.x; c < Row<WIRE_DTYPE>::num_chunks(); c += blockDim.x) {
         Chunk chunk;
-        chunk.v4 = ld_v4((const void*)(record + c * 16));
-        for (u32 i = 0; i < num; ++i)
-            Row<WIRE_DTYPE>::store((void*)recv_row(a, s.rows[i]), c, chunk, rows_aligned());
+        chunk.v4 = ld_v4((const void*)(row + c * 16));
+        for (u32 i = 0; i < plan.num; ++i)
+            Row<WIRE_DTYPE>::store((void*)recv_row(a, plan.rows[i]), c, chunk, rows_aligned());
     }
     const float* scales = reinterpret_cast<const float*>(record + RECORD_SCALE_OFF);
     for (u64 b = threadIdx.x; b < NUM_SCALES; b += blockDim.x) {
         const float scale = ld(scales + b);
-        for (u32 i = 0; i < num; ++i) st(recv_scale(a, s.rows[i]) + b, scale);
+        for (u32 i = 0; i < plan.num; ++i) st(recv_scale(a, plan.rows[i]) + b, scale);
     }
 }
 
-// The rank that sends group g's token t: its replicas take turns.
-DEVICE bool receive_records(const Args& a, const Shared& s, u64 epoch)
+DEVICE void receive_records(const Args& a, const Placement& s, RowPlan& plan, u64 epoch)
 {
     const u32 total = s.group_start[NUM_GROUPS];
     for (u32 j = blockIdx.x; j < total; j += gridDim.x) {
@@ -273,14 +35,14 @@ DEVICE bool receive_records(const Args& a, const Shared& s, u64 epoch)
         if (threadIdx.x == 0)
             ok = wait_for(a, record_flag(a.symmetric, a, group, i), FlagReached{epoch}, epoch, epoch,
                           PHASE_DISPATCH_RECV, group * (u32)REPLICAS);
-        if (!__syncthreads_and(ok)) return false;
+        if (!__syncthreads_and(ok)) return;
         const u64 record = record_at(a.symmetric, a, group, i);
-        if (warp_id() == 0) plan_record(a, s, record, j, group);
+        if (warp_id() == 0)
+            plan_record(a, s, reinterpret_cast<const u32*>(record), j, group, true, plan);
         __syncthreads();
-        copy_record(a, s, record);
-        __syncthreads();  // nobody still reads the rows of this record
+        copy_record(a, plan, record);
+        __syncthreads();  // nobody still reads the plan
     }
-    return true;
 }
 
 extern "C" __global__ void dispatch_recv(Args a)
@@ -288,22 +50,9 @@ extern "C" __global__ void dispatch_recv(Args a)
     const u64 epoch = ld(epoch_word(a));
     note_epoch(epoch);
     if (__syncthreads_or(threadIdx.x == 0 && aborted(a, epoch))) return;
-    if (!heads_arrived(a, epoch)) return;
 
-    const Shared s = shared_parts(a);
-    const bool fits = !(CAPPED && overflows(a, s, epoch));
-    if (fits) {
-        count_rows(a, s);
-        if (warp_id() == 0) {
-            warp_exclusive_scan(s.group_start, NUM_GROUPS, 1);
-            if (LAYOUT == LAYOUT_GROUPED) warp_exclusive_scan(s.expert_rows, a.num_local, ALIGNMENT);
-        }
-        __syncthreads();
-        if (blockIdx.x == 0) write_counts(a, s);
-        if (LAYOUT == LAYOUT_GROUPED) write_pads(a, s);
-        if (!receive_records(a, s, epoch)) return;
-    }
-    if (!last_block(ticket_word(a))) return;
-    for (u64 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x)
-        st_release_sys(ack_flag(peer_base(a, r), a, a.rank), epoch);
+    DYNAMIC_SHARED(u32, words);
+    RowPlan& plan = *reinterpret_cast<RowPlan*>(words);
+    const Placement s = placement_at(a, words + sizeof(RowPlan) / sizeof(u32));
+    if (place_rows(a, s, epoch) == Step::receive) receive_records(a, s, plan, epoch);
 }

@@ -12,236 +12,25 @@
 // Writes: peers' head, record, record_flag; own route, num_dest, weight, num_tokens, epoch.
 // Order: a record's bytes, block barrier, release of its flag. Heads carry their epoch in the
 // word; the first is released, since it also says that older combine rows have been read.
-#include "dtype.cuh"
-#include "protocol.cuh"
+#include "routing.cuh"
+#include "wire_row.cuh"
 
-// What one token does, worked out by warp 0 and used by the whole block.
-struct Plan {
-    u64 record[WARP_SIZE];  // [num_dest] address of the record at that destination
-    u64* flag[WARP_SIZE];   // [num_dest] its flag
-    u32 rank[WARP_SIZE];    // [num_dest], ascending
-    u32 expert[WARP_SIZE];  // [k] global id, or NO_EXPERT: dropped, or named before in this row
-    u32 index[WARP_SIZE];   // [k] place among the group's rows of that expert
-    float weight[WARP_SIZE];
-    u32 num_dest;
-};
-static_assert(sizeof(Plan) <= SMEM_STRUCT_BYTES, "kernels/geometry.py sets aside too little");
+// Straight to every destination.
+struct ToRecords {
+    const Plan& plan;
 
-struct Shared {
-    u32* expert_count;  // [NUM_EXPERTS] tokens seen so far that name it
-    u32* rank_count;    // [NUM_RANKS]
-    Plan* plan;
-};
-
-DEVICE Shared shared_parts()
-{
-    DYNAMIC_SHARED(u32, words);
-    Shared s;
-    s.plan = reinterpret_cast<Plan*>(words);
-    s.expert_count = words + SMEM_STRUCT_BYTES / sizeof(u32);
-    s.rank_count = s.expert_count + NUM_EXPERTS;
-    return s;
-}
-
-// ---- routing ----------------------------------------------------------------------------------
-DEVICE u32 token_count(const Args& a)
-{
-    if (!a.num_tokens) return (u32)a.max_rows;
-    const i32 n = ld(reinterpret_cast<const i32*>(a.num_tokens));
-    return n < 0 ? 0 : (u64)n > a.max_rows ? (u32)a.max_rows : (u32)n;
-}
-
-DEVICE i64 raw_expert(const Args& a, u32 token, u32 k)
-{
-    const u64 row = a.topk_idx + token * a.topk_idx_stride;
-    if (a.topk_idx_bytes == 8) return ld(reinterpret_cast<const i64*>(row) + k);
-    return ld(reinterpret_cast<const i32*>(row) + k);
-}
-
-DEVICE u32 expert_of(const Args& a, u32 token, u32 k)
-{
-    const i64 expert = raw_expert(a, token, k);
-    return expert >= 0 && expert < (i64)NUM_EXPERTS ? (u32)expert : NO_EXPERT;
-}
-
-// Lanes that hold the same key as this one; a lane without a key is alone.
-DEVICE u32 same_key(bool has_key, u32 key)
-{
-    return __match_any_sync(FULL_WARP, has_key ? key : 0x80000000u | lane_id());
-}
-
-DEVICE bool is_first(u32 mask) { return __ffs(mask) - 1 == (i32)lane_id(); }
-
-// Adds tokens [first, last) to the counters, 32 / TOP_K tokens a warp and turn. An expert or rank
-// that a token names twice counts once.
-DEVICE void count_tokens(const Args& a, const Shared& s, u32 first, u32 last)
-{
-    const u32 per_warp = WARP_SIZE / TOP_K;
-    const u32 sub = lane_id() / TOP_K, k = lane_id() % TOP_K;
-    for (u32 t = first + warp_id() * per_warp; t < last; t += num_warps() * per_warp) {
-        const bool live = sub < per_warp && t + sub < last;
-        const u32 expert = live ? expert_of(a, t + sub, k) : NO_EXPERT;
-        const bool named = expert != NO_EXPERT;
-        const u32 rank = named ? expert_rank(expert) : 0;
-        if (is_first(same_key(named, sub << 16 | expert)) && named)
-            atomicAdd(&s.expert_count[expert], 1u);
-        if (is_first(same_key(named, sub << 16 | rank)) && named)
-            atomicAdd(&s.rank_count[rank], 1u);
-    }
-}
-
-// The sum of the weights of all slots in `mask` (one expert, named more than once), in slot order.
-DEVICE float summed_weight(float own, u32 mask)
-{
-    float sum = 0.0f;
-    for (u32 k = 0; k < TOP_K; ++k) {
-        const float w = __shfl_sync(FULL_WARP, own, k);
-        if (mask >> k & 1) sum = __fadd_rn(sum, w);
-    }
-    return sum;
-}
-
-// Warp 0: where does token t go? Also advances the counters and keeps the routing for combine.
-DEVICE void plan_token(const Args& a, const Shared& s, u32 t)
-{
-    const u32 lane = lane_id();
-    Plan& plan = *s.plan;
-    const u32 expert = lane < TOP_K ? expert_of(a, t, lane) : NO_EXPERT;
-    const bool named = expert != NO_EXPERT;
-    const u32 twins = same_key(named, expert);
-    const bool first = named && is_first(twins);
-    const u32 rank = named ? expert_rank(expert) : 0;
-    const bool opens_rank = is_first(same_key(named, rank)) && named;
-    const u32 openers = __ballot_sync(FULL_WARP, opens_rank);
-
-    u32 place = 0;  // how many destinations have a lower rank
-    for (u32 k = 0; k < TOP_K; ++k) {
-        const u32 other = __shfl_sync(FULL_WARP, rank, k);
-        if ((openers >> k & 1) && other < rank) ++place;
-    }
-    const float own = a.topk_weights && named ? given_weight(a, t, lane) : 0.0f;
-    const float weight = summed_weight(own, twins);
-
-    if (opens_rank) {
-        const u32 i = s.rank_count[rank]++;
-        const u64 base = peer_base(a, rank);
-        plan.rank[place] = rank;
-        plan.record[place] = record_at(base, a, a.rank / REPLICAS, i);
-        plan.flag[place] = record_flag(base, a, a.rank / REPLICAS, i);
-    }
-    plan.expert[lane] = first ? expert : NO_EXPERT;
-    plan.weight[lane] = weight;
-    if (first) plan.index[lane] = s.expert_count[expert]++;
-    if (lane == 0) plan.num_dest = __popc(openers);
-
-    const u64 token = a.slot * MAX_TOKENS + t;
-    if (lane < TOP_K) {
-        const u32 route = named ? (u32)(__ffs(twins) - 1) << 16 | expert : NO_EXPERT;
-        st(local_at<u32>(a, LOC_ROUTE, token * TOP_K + lane), route);
-        st(local_at<float>(a, LOC_WEIGHT, token * TOP_K + lane), weight);
-    }
-    if (lane == 0) st(local_at<u32>(a, LOC_NUM_DEST, token), (u32)__popc(openers));
-}
-
-// ---- one record ---------------------------------------------------------------------------------
-#if INPUT_DTYPE == WIRE_DTYPE
-// Rows travel as they are.
-DEVICE void send_row(const Args& a, const Plan& plan, u32 t)
-{
-    const u64 row = a.x + t * a.x_stride;
-    for (u64 c = threadIdx.x; c < Row<WIRE_DTYPE>::num_chunks(); c += blockDim.x) {
-        const Chunk chunk = Row<WIRE_DTYPE>::load((const void*)row, c, a.x_aligned);
+    DEVICE void row_chunk(u64 c, Chunk chunk) const
+    {
         for (u32 d = 0; d < plan.num_dest; ++d)
-            st_v4((void*)(plan.record[d] + c * 16), chunk.v4);
+            st_v4((void*)(plan.record[d] + RECORD_ROW_OFF + c * 16), chunk.v4);
     }
-    for (u64 b = threadIdx.x; b < NUM_SCALES; b += blockDim.x) {
-        const float scale = ld(reinterpret_cast<const float*>(
-            a.x_scale + t * a.x_scale_row_stride + b * a.x_scale_col_stride));
+
+    DEVICE void row_scale(u64 block, float scale) const
+    {
         for (u32 d = 0; d < plan.num_dest; ++d)
-            st(reinterpret_cast<float*>(plan.record[d] + RECORD_SCALE_OFF) + b, scale);
+            st(reinterpret_cast<float*>(plan.record[d] + RECORD_SCALE_OFF) + block, scale);
     }
-}
-#else
-// Rows are cast to fp8 on the way. A lane makes one chunk (16 columns); the SCALE_BLOCK / 16 lanes
-// of a block agree on its largest value.
-struct BlockScale {
-    float scale;
-    float inverse;
 };
-
-DEVICE BlockScale block_scale(float largest)
-{
-    BlockScale s;
-    largest = fmaxf(largest, 1e-30f);  // an all-zero block gets a finite scale
-    s.scale = __fdiv_rn(largest, 448.0f);
-    s.inverse = __fdiv_rn(448.0f, largest);
-    if (SCALE_POW2) {
-        u32 bits = __float_as_uint(s.scale);
-        bits = (bits + 0x7fffffu) & 0xff800000u;
-        s.scale = __uint_as_float(bits);
-        s.inverse = __uint_as_float(0x7f000000u - bits);  // exponent negated
-    }
-    return s;
-}
-
-DEVICE void load_floats(const Args& a, u32 t, u64 c, float values[16])
-{
-    typedef Row<INPUT_DTYPE> In;
-    const void* row = (const void*)(a.x + t * a.x_stride);
-    const u32 chunks = 16 / In::kElems;
-    for (u32 i = 0; i < chunks; ++i) {
-        Chunk chunk = In::load(row, c * chunks + i, a.x_aligned);
-        for (u32 j = 0; j < In::kElems; ++j)
-            values[i * In::kElems + j] = decode<INPUT_DTYPE>(element(chunk, j, In::Elem()));
-    }
-}
-
-DEVICE void send_row(const Args& a, const Plan& plan, u32 t)
-{
-    const u64 chunks = Row<WIRE_DTYPE>::num_chunks();
-    for (u64 base = warp_id() * WARP_SIZE; base < chunks; base += blockDim.x) {
-        const u64 c = base + lane_id();
-        float values[16];
-        float largest = 0.0f;
-        for (u32 i = 0; i < 16; ++i) values[i] = 0.0f;
-        if (c < chunks) load_floats(a, t, c, values);
-        float inverse = 1.0f;
-        if (SCALE_BLOCK) {
-            for (u32 i = 0; i < 16; ++i) largest = fmaxf(largest, fabsf(values[i]));
-            for (u32 step = 1; step < SCALE_BLOCK / 16; step *= 2)
-                largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, step));
-            const BlockScale s = block_scale(largest);
-            inverse = s.inverse;
-            const u64 column = c * 16;
-            if (column % SCALE_BLOCK == 0 && column < HIDDEN)
-                for (u32 d = 0; d < plan.num_dest; ++d)
-                    st(reinterpret_cast<float*>(plan.record[d] + RECORD_SCALE_OFF) +
-                           column / SCALE_BLOCK,
-                       s.scale);
-        }
-        if (c >= chunks) continue;
-        Chunk out;
-        for (u32 i = 0; i < 16; ++i) out.u8s[i] = float_to_e4m3(__fmul_rn(values[i], inverse));
-        for (u32 d = 0; d < plan.num_dest; ++d)
-            st_v4((void*)(plan.record[d] + c * 16), out.v4);
-    }
-}
-#endif
-
-// Word i of the meta for destination d.
-DEVICE u32 meta_word(const Args& a, const Plan& plan, u32 t, u32 d, u32 i)
-{
-    if (i == META_TOKEN) return t;
-    if (i == META_PLACE) return d;
-    if (i == META_GROUP) return (u32)(a.rank / REPLICAS);
-    if (i < META_EXPERT || i >= META_WEIGHT + TOP_K) return 0;
-    const u32 k = (i - META_EXPERT) % TOP_K;
-    const u32 expert = plan.expert[k];
-    const bool here = expert != NO_EXPERT && expert_rank(expert) == plan.rank[d];
-    if (i < META_INDEX) return here ? expert - rank_first_expert(plan.rank[d]) : NO_EXPERT;
-    if (i < META_WEIGHT) return here ? plan.index[k] : 0;
-    return here ? __float_as_uint(plan.weight[k]) : 0;
-}
 
 DEVICE void send_meta(const Args& a, const Plan& plan, u32 t)
 {
@@ -253,19 +42,20 @@ DEVICE void send_meta(const Args& a, const Plan& plan, u32 t)
         v.y = meta_word(a, plan, t, d, 4 * c + 1);
         v.z = meta_word(a, plan, t, d, 4 * c + 2);
         v.w = meta_word(a, plan, t, d, 4 * c + 3);
-        st_v4((void*)(plan.record[d] + RECORD_META_OFF + c * 16), v);
+        st_v4((void*)(plan.record[d] + c * 16), v);
     }
 }
 
-DEVICE void send_tokens(const Args& a, const Shared& s, u32 first, u32 last, u64 epoch)
+DEVICE void send_tokens(const Args& a, const Counters& s, Share share, u64 epoch)
 {
     const u32 replica = (u32)(a.rank % REPLICAS);
-    for (u32 t = first; t < last; ++t) {
+    for (u32 t = share.first; t < share.last; ++t) {
         if (warp_id() == 0) plan_token(a, s, t);
         __syncthreads();
         const Plan& plan = *s.plan;
         if (t % REPLICAS == replica) {
-            send_row(a, plan, t);
+            ToRecords records = {plan};
+            make_row(a, t, records);
             send_meta(a, plan, t);
             __syncthreads();  // every thread's part of the record comes before its flag
             if (threadIdx.x < plan.num_dest) st_release_sys(plan.flag[threadIdx.x], epoch);
@@ -274,98 +64,22 @@ DEVICE void send_tokens(const Args& a, const Shared& s, u32 first, u32 last, u64
     }
 }
 
-// ---- block 0: numbers for everybody ---------------------------------------------------------------
-DEVICE u32 head_count(const Shared& s, u32 dest, u32 word)
-{
-    if (word == 0) return s.rank_count[dest];
-    if (word <= MAX_LOCAL) {
-        const u32 e = word - 1;
-        return e < rank_num_experts(dest) ? s.expert_count[rank_first_expert(dest) + e] : 0;
-    }
-    const u32 i = word - 1 - MAX_LOCAL;
-    return LAYOUT == LAYOUT_RANK ? s.rank_count[i] : s.expert_count[i];
-}
-
-DEVICE void send_heads(const Args& a, const Shared& s, u64 epoch)
-{
-    for (u64 i = threadIdx.x; i < NUM_RANKS * HEAD_WORDS; i += blockDim.x) {
-        const u32 dest = (u32)(i / HEAD_WORDS), word = (u32)(i % HEAD_WORDS);
-        u64* at = head_words(peer_base(a, dest), a, a.rank) + word;
-        const u64 value = count_word(epoch, head_count(s, dest, word));
-        if (word == 0)
-            st_release_sys(at, value);
-        else
-            st_relaxed_sys(at, value);
-    }
-    for (u64 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x) {
-        u64* sent = local_at<u64>(a, LOC_STAT_SENT, r);
-        st(sent, ld(sent) + s.rank_count[r]);
-    }
-}
-
-DEVICE void check_values(const Args& a, u32 tokens, u64 epoch)
-{
-    if (a.num_tokens && threadIdx.x == 0) {
-        const i32 n = ld(reinterpret_cast<const i32*>(a.num_tokens));
-        if ((n < 0 || (u64)n > a.max_rows) && claim_status(a, STATUS_VALUE, epoch)) {
-            Status s = {CODE_BAD_NUM_TOKENS, PHASE_DISPATCH_SEND, a.rank, 0, epoch, a.max_rows,
-                        (u64)(i64)n, a.slot};
-            report(a, STATUS_VALUE, s);
-        }
-    }
-    for (u64 i = threadIdx.x; i < (u64)tokens * TOP_K; i += blockDim.x) {
-        const i64 expert = raw_expert(a, (u32)(i / TOP_K), (u32)(i % TOP_K));
-        if (expert >= -1 && expert < (i64)NUM_EXPERTS) continue;
-        if (!claim_status(a, STATUS_VALUE, epoch)) return;
-        Status s = {CODE_BAD_EXPERT, PHASE_DISPATCH_SEND, a.rank, i, epoch, NUM_EXPERTS,
-                    (u64)expert, a.slot};
-        report(a, STATUS_VALUE, s);
-        return;
-    }
-}
-
-// Every rank has read what this slot's previous handle sent it.
-DEVICE bool acks_arrived(const Args& a, u64 epoch)
-{
-    bool ok = true;
-    for (u64 r = threadIdx.x; r < NUM_RANKS && ok; r += blockDim.x)
-        ok = wait_for(a, ack_flag(a.symmetric, a, r), FlagReached{epoch - 1}, epoch - 1, epoch,
-                      PHASE_DISPATCH_SEND, (u32)r);
-    return __syncthreads_and(ok);
-}
-
 extern "C" __global__ void dispatch_send(Args a)
 {
-    const u64 epoch = ld(epoch_word(a)) + 1;
+    const u64 epoch = ld(done_word(a)) + 1;
     note_epoch(epoch);
     if (__syncthreads_or(threadIdx.x == 0 && aborted(a, epoch))) return;
     if (!acks_arrived(a, epoch)) return;
 
-    const Shared s = shared_parts();
-    for (u32 i = threadIdx.x; i < NUM_EXPERTS + NUM_RANKS; i += blockDim.x) s.expert_count[i] = 0;
-    __syncthreads();
-
+    DYNAMIC_SHARED(u32, words);
+    const Counters s = counters_at(words);
     const u32 tokens = token_count(a);
-    const u32 senders = gridDim.x > 1 ? gridDim.x - 1 : 1;
-    const u32 share = (tokens + senders - 1) / senders;
-    if (blockIdx.x == 0) {
-        count_tokens(a, s, 0, tokens);
-        __syncthreads();
-        send_heads(a, s, epoch);
-        if (CHECK_VALUES) check_values(a, tokens, epoch);
-        if (threadIdx.x == 0) st(local_at<u32>(a, LOC_NUM_TOKENS, a.slot), tokens);
-        __syncthreads();
-    }
+    if (blockIdx.x == 0) announce(a, s, tokens, epoch);
     if (blockIdx.x > 0 || gridDim.x == 1) {
-        const u32 sender = gridDim.x > 1 ? blockIdx.x - 1 : 0;
-        const u32 first = sender * share < tokens ? sender * share : tokens;
-        const u32 last = first + share < tokens ? first + share : tokens;
-        for (u32 i = threadIdx.x; i < NUM_EXPERTS + NUM_RANKS; i += blockDim.x)
-            s.expert_count[i] = 0;
+        const Share share = token_share(tokens);
+        clear_counts(s);
+        count_tokens(a, s, 0, share.first);
         __syncthreads();
-        count_tokens(a, s, 0, first);
-        __syncthreads();
-        send_tokens(a, s, first, last, epoch);
+        send_tokens(a, s, share, epoch);
     }
-    if (last_block(ticket_word(a)) && threadIdx.x == 0) st(epoch_word(a), epoch);
 }

@@ -156,3 +156,66 @@ struct Row {
 
     static DEVICE u64 num_chunks() { return (HIDDEN + kElems - 1) / kElems; }
 };
+
+// ---- words (8 bytes) of rows, for lines -------------------------------------------------------
+template <int D>
+DEVICE u64 load_word(const void* row, u32 i, bool aligned)
+{
+    typedef typename Bits<D>::type Elem;
+    if (aligned) return ld(reinterpret_cast<const u64*>(row) + i);
+    const u32 elems = 8 / sizeof(Elem);
+    u64 word = 0;
+    for (u32 e = 0; e < elems; ++e)
+        word |= (u64)ld(reinterpret_cast<const Elem*>(row) + i * elems + e) << (8 * sizeof(Elem) * e);
+    return word;
+}
+
+template <int D>
+DEVICE void store_word(void* row, u32 i, u64 word, bool aligned)
+{
+    typedef typename Bits<D>::type Elem;
+    if (aligned) {
+        st(reinterpret_cast<u64*>(row) + i, word);
+        return;
+    }
+    const u32 elems = 8 / sizeof(Elem);
+    for (u32 e = 0; e < elems; ++e)
+        st(reinterpret_cast<Elem*>(row) + i * elems + e, (Elem)(word >> (8 * sizeof(Elem) * e)));
+}
+
+// The elements of one word as fp32 sums.
+template <int D>
+struct Floats {
+    typedef typename Bits<D>::type Elem;
+    static constexpr u32 kElems = 8 / sizeof(Elem);
+    static constexpr u32 kBits = 8 * sizeof(Elem);
+    float values[kElems];
+
+    static DEVICE Floats zero()
+    {
+        Floats f;
+        for (u32 e = 0; e < kElems; ++e) f.values[e] = 0.0f;
+        return f;
+    }
+
+    static DEVICE Floats of(u64 word)
+    {
+        Floats f;
+        for (u32 e = 0; e < kElems; ++e) f.values[e] = decode<D>((Elem)(word >> (kBits * e)));
+        return f;
+    }
+
+    DEVICE void add(float weight, u64 word)
+    {
+        const Floats y = of(word);
+        for (u32 e = 0; e < kElems; ++e)
+            values[e] = __fadd_rn(values[e], __fmul_rn(weight, y.values[e]));
+    }
+
+    DEVICE u64 word() const
+    {
+        u64 out = 0;
+        for (u32 e = 0; e < kElems; ++e) out |= (u64)encode<D>(values[e]) << (kBits * e);
+        return out;
+    }
+};

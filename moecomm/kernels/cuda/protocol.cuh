@@ -7,7 +7,7 @@
 // nothing is ever reset and a replayed CUDA graph needs no new arguments:
 //   head[slot][source rank]      written by that source in dispatch_send
 //   record_flag[slot][group][i]  record i of that group is complete    (dispatch_send)
-//   ack[slot][rank]              that rank has read all our records    (dispatch_recv)
+//   ack[slot][rank]              that rank has read all our records    (combine_send, release)
 //   combine_flag[slot][t][place] a row came back for our token t       (combine_send)
 // A source overwrites records once the ack of the slot's previous epoch is there. A combine row
 // needs no ack of its own: its source sent the slot's new head after it had read the old rows,
@@ -132,8 +132,19 @@ DEVICE u64 combine_row(u64 base, const Args& a, u64 token, u64 place)
     return base + SYM_COMBINE_ROW + place_number(a, token, place) * COMBINE_STRIDE;
 }
 
-DEVICE u64* epoch_word(const Args& a) { return local_at<u64>(a, LOC_EPOCH, a.slot); }
-DEVICE u32* ticket_word(const Args& a) { return local_at<u32>(a, LOC_TICKET, a.slot); }
+// The slot's epoch: set by dispatch_send, read by the later stages. And the last one that got as
+// far as dispatch_recv, from which the next dispatch_send counts on. No stage writes the word that
+// it reads, so no block can see it change.
+DEVICE u64* epoch_word(const Args& a) { return local_at<u64>(a, LOC_EPOCH, 2 * a.slot); }
+DEVICE u64* done_word(const Args& a) { return local_at<u64>(a, LOC_EPOCH, 2 * a.slot + 1); }
+
+// Block 0 of the first stage after dispatch_recv: this rank has read its records of `epoch`.
+DEVICE void acknowledge(const Args& a, u64 epoch)
+{
+    if (blockIdx.x > 0) return;
+    for (u64 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x)
+        st_release_sys(ack_flag(peer_base(a, r), a, a.rank), epoch);
+}
 
 // ---- meta of one record: u32 words ------------------------------------------------------------
 #define META_TOKEN 0u   // row number at the source
