@@ -11,12 +11,17 @@ ALIGN: Final = 128  # a cache line: no two regions share one
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A named byte range of an arena. ``poison``: contents mean nothing before they are written."""
+    """A named byte range of an arena.
+
+    ``poison``: contents mean nothing before they are written. ``payload``: a reader must find what
+    was written for its own step.
+    """
 
     name: str
     offset: int
     nbytes: int
     poison: bool
+    payload: bool
 
 
 class Arena:
@@ -26,8 +31,12 @@ class Arena:
         self.regions: dict[str, Region] = {}
         self.nbytes = 0
 
-    def add(self, name: str, nbytes: int, *, poison: bool = False) -> None:
-        self.regions[name] = Region(name, self.nbytes, nbytes, poison)
+    def add(
+        self, name: str, nbytes: int, *, poison: bool = False, payload: bool | None = None
+    ) -> None:
+        """``payload``: ``None`` means as ``poison``."""
+        checked = poison if payload is None else payload
+        self.regions[name] = Region(name, self.nbytes, nbytes, poison, checked)
         self.nbytes = round_up(self.nbytes + nbytes, ALIGN)
 
     def __getitem__(self, name: str) -> Region:

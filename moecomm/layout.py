@@ -214,8 +214,8 @@ class Layout:
         arena.add("record_flag", records * WORD)
         arena.add("combine_flag", places * WORD)
         # Lines hold flags, which begin at zero; other rows mean nothing before they are written.
-        arena.add("record", records * self.record_bytes, poison=not self.lines)
-        arena.add("combine_row", places * self.combine_stride, poison=not self.lines)
+        arena.add("record", records * self.record_bytes, poison=not self.lines, payload=True)
+        arena.add("combine_row", places * self.combine_stride, poison=not self.lines, payload=True)
         return arena
 
     @cached_property

@@ -65,4 +65,6 @@ def geometry(stage: str, layout: Layout, machine: Machine, num_tokens: int) -> G
     if stage in ("dispatch_recv", "combine_send"):
         work = layout.num_groups * cfg.max_tokens
     limit = machine.max_blocks if cfg.num_sms is None else min(machine.max_blocks, cfg.num_sms)
-    return Geometry(max(1, min(work, limit)), machine.threads, shared_bytes(stage, layout, machine.threads))
+    return Geometry(
+        max(1, min(work, limit)), machine.threads, shared_bytes(stage, layout, machine.threads)
+    )

@@ -110,7 +110,7 @@ class CpuRuntime:
             (self.local, self._layout.local, "local"),
         ):
             for region in arena:
-                watched = kind if region.poison else "input"
+                watched = kind if region.payload else "input"
                 self._simulation.register(
                     rank, base + region.offset, region.nbytes, watched, region.name
                 )

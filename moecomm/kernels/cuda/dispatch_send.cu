@@ -58,9 +58,9 @@ DEVICE void send_tokens(const Args& a, const Counters& s, Share share, u64 epoch
             make_row(a, t, records);
             send_meta(a, plan, t);
             __syncthreads();  // every thread's part of the record comes before its flag
+            // Only warp 0 still reads the plan, and it alone makes the next one.
             if (threadIdx.x < plan.num_dest) st_release_sys(plan.flag[threadIdx.x], epoch);
         }
-        __syncthreads();  // nobody still reads the plan
     }
 }
 

@@ -76,6 +76,7 @@ DEVICE bool ld_line(u64 at, u64 flag, bool live, Pair* v)
     const u64* words = reinterpret_cast<const u64*>(at);
     const bool there = !live || !holds_flag() || ld_acquire_sys(words + 1) == flag;
     if (!__all_sync(FULL_WARP, there)) return false;
+    __syncwarp();  // what the flags' lanes acquired holds for all
     if (!live) return true;
     v->low = ld(words);
     v->high = holds_flag() ? flag : ld(words + 1);

@@ -101,6 +101,7 @@ DEVICE void plan_token(const Args& a, const Counters& s, u32 t)
 {
     const u32 lane = lane_id();
     Plan& plan = *s.plan;
+    __syncwarp();  // no lane still reads the plan of the token before
     const u32 expert = lane < TOP_K ? expert_of(a, t, lane) : NO_EXPERT;
     const bool named = expert != NO_EXPERT;
     const u32 twins = same_key(named, expert);
