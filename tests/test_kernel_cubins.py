@@ -10,7 +10,7 @@ import pytest
 
 from moecomm.kernels import gpu, source
 from moecomm.kernels.jit import DEFAULT_ARCHS, compile_kernel, elf
-from moecomm.kernels.stages import STAGES, Variant, source_name, variants
+from moecomm.kernels.stages import STAGES, Variant, variants
 
 REGISTERS_PER_SM = 65536
 
@@ -23,8 +23,8 @@ def _id(variant: Variant) -> str:
 @pytest.mark.parametrize("variant", variants(), ids=_id)
 def test_kernel(variant: Variant, arch: str) -> None:
     compiled = compile_kernel(variant.source, variant.defines, arch)
-    assert compiled.kernels == (variant.stage,)
-    needs = compiled.resources[variant.stage]
+    assert compiled.kernels == (variant.kernel,)
+    needs = compiled.resources[variant.kernel]
     assert not needs.spills
     assert needs.stack_bytes == 0
     # Every block that the launcher counts on fits on a multiprocessor at once.
@@ -32,11 +32,11 @@ def test_kernel(variant: Variant, arch: str) -> None:
     code = [
         name for name in elf.section_sizes(compiled.path.read_bytes()) if name.startswith(".text.")
     ]
-    assert code == [f".text.{variant.stage}"]  # all functions are inlined
+    assert code == [f".text.{variant.kernel}"]  # all functions are inlined
 
 
 def test_variants_cover_every_stage_and_source() -> None:
     stages = {variant.stage for variant in variants()}
     assert stages == set(STAGES)
     sources = {name for name in source.names() if name.endswith(".cu")}
-    assert sources == {source_name(stage) for stage in STAGES}
+    assert sources == {variant.source for variant in variants()}

@@ -65,8 +65,12 @@ class Variant:
     input_code: int
 
     @property
+    def kernel(self) -> str:
+        return kernel_name(self.layout, self.stage)
+
+    @property
     def source(self) -> str:
-        return f"{kernel_name(self.layout, self.stage)}.cu"
+        return f"{self.kernel}.cu"
 
     @property
     def defines(self) -> dict[str, int | str]:
@@ -74,16 +78,21 @@ class Variant:
 
 
 def variants() -> list[Variant]:
-    """Kernels that together take every compile-time branch: dtypes, layouts, both reductions,
-    a cap, replicas, odd sizes."""
+    """Kernels that together take every compile-time branch: dtypes, layouts, both wires, both
+    reductions, a cap, replicas, odd sizes."""
     base: dict[str, Any] = {"num_experts": 256, "top_k": 8, "hidden": 7168, "max_tokens": 128}
     fp8: dict[str, Any] = {**base, "dispatch_dtype": "float8_e4m3fn", "scale_block": 128}
     cases = {
         "fp8 batched": (MoeConfig(**fp8), 8),
-        "fp8 grouped": (MoeConfig(**fp8, layout="grouped", expert_alignment=128), 8),
+        "fp8 flags": (MoeConfig(**fp8, wire="flags"), 8),
+        "fp8 grouped": (
+            MoeConfig(**{**fp8, "max_tokens": 4096}, layout="grouped", expert_alignment=128),
+            8,
+        ),
         "fp8 rank": (MoeConfig(**fp8, layout="rank"), 8),
         "fp8 pow2": (MoeConfig(**fp8, scale_pow2=True), 8),
         "bf16 sender": (MoeConfig(**base, reduce="sender"), 8),
+        "bf16 sender flags": (MoeConfig(**base, reduce="sender", wire="flags"), 8),
         "bf16 capped": (MoeConfig(**base, layout="grouped", max_recv_tokens=512), 8),
         "fp16 replicas": (
             MoeConfig(**base, dispatch_dtype="float16", combine_dtype="float16", replicas=2),

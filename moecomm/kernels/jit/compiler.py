@@ -6,7 +6,6 @@ import importlib
 import io
 import logging
 import threading
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
