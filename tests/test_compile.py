@@ -81,7 +81,7 @@ def test_errors_fail_and_are_shown() -> None:
 def test_outcomes_of_all_tasks(jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOECOMM_CACHE_DIR", str(tmp_path))
     good = next(variant for variant in variants() if variant.stage == "combine_send")
-    bad = {**good.defines, "HIDDEN": "nothing"}
+    bad = {**good.defines, "NUM_RANKS": "nothing"}
     tasks = [
         Task("good", "", good.source, good.defines, "sm_90"),
         Task("bad", "", good.source, bad, "sm_90"),
