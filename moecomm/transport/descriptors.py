@@ -13,6 +13,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Final
 
@@ -35,10 +36,11 @@ class Mailbox:
         self.name = f"moecomm-{secrets.token_hex(16)}"
         self.password = secrets.token_bytes(16)
         self._socket.bind(_address(self.name))
+        self._close = weakref.finalize(self, self._socket.close)
 
     def close(self) -> None:
         """Idempotent."""
-        self._socket.close()
+        self._close()
 
     def exchange(
         self, fd: int, peers: Sequence[tuple[str, bytes]], timeout_s: float
