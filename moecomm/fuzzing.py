@@ -82,7 +82,8 @@ class Case:
             f"{cfg.num_experts} experts, top_k={cfg.top_k}, hidden={cfg.hidden}, "
             f"max_tokens={cfg.max_tokens}, dispatch_dtype={cfg.dispatch_dtype}, "
             f"scale_block={cfg.scale_block}, combine_dtype={cfg.combine_dtype}, "
-            f"reduce={cfg.reduce}, expert_alignment={cfg.expert_alignment}, {self.steps} steps"
+            f"reduce={cfg.reduce}, wire={cfg.wire}, expert_alignment={cfg.expert_alignment}, "
+            f"{self.steps} steps"
         )
 
     def inputs(self, step: int, rank: int) -> Inputs:
@@ -116,10 +117,13 @@ def draw_case(seed: int, limits: Limits) -> Case:
     layout = limits.layout or one_of(LAYOUT_NAMES)
     reduce = limits.reduce or ("receiver" if layout == "rank" else one_of(REDUCE_NAMES))
     dtype = limits.dtype or one_of(("bfloat16", "bfloat16", "float8_e4m3fn"))
+    hidden = up_to(limits.hidden)
+    if rng.random() < 0.6:  # rows of whole 16-byte words: what the fast paths take
+        hidden = max(1, hidden // 16) * 16 if limits.hidden >= 16 else hidden
     cfg = MoeConfig(
         num_experts=num_experts,
         top_k=up_to(min(num_experts, 4)),
-        hidden=up_to(limits.hidden),
+        hidden=hidden,
         max_tokens=up_to(limits.tokens),
         dispatch_dtype=dtype,
         scale_block=one_of((None, 16, 32)) if dtype == "float8_e4m3fn" else None,
@@ -128,6 +132,7 @@ def draw_case(seed: int, limits: Limits) -> Case:
         replicas=one_of(tuple(d for d in (1, 1, 2) if num_ranks % d == 0)),
         reduce=reduce,
         in_flight=one_of((1, 2)),
+        wire=one_of(("auto", "auto", "flags")),
         timeout_s=3600.0,  # of simulated time: only a wait that nothing could end reaches it
     )
     at_dispatch = cfg.weights_travel or layout == "rank" or rng.random() < 0.5

@@ -10,6 +10,7 @@ from moecomm import fuzzing
 from moecomm.cli.main import app
 from moecomm.errors import ConfigError
 from moecomm.fuzzing import Limits, Mismatch, Seen, draw_case, run_case
+from moecomm.layout import Layout
 
 
 def test_a_case_follows_from_its_seed() -> None:
@@ -27,6 +28,7 @@ def test_cases_cover_what_can_go_wrong() -> None:
     assert {case.cfg.replicas for case in cases} == {1, 2}
     assert {case.num_ranks for case in cases} == {1, 2, 3, 4, 5}
     assert {case.cfg.in_flight for case in cases} == {1, 2}
+    assert {Layout(case.cfg, case.num_ranks, 0).lines for case in cases} == {True, False}
     assert any(case.cfg.num_experts < case.num_ranks for case in cases)  # ranks without experts
     assert any(case.cfg.num_experts % case.num_ranks for case in cases)
     inputs = [case.inputs(0, 0) for case in cases]

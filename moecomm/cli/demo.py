@@ -52,7 +52,7 @@ def demo(
     step_tokens: Annotated[int, typer.Option(help="Tokens of one rank in one dispatch.")] = 64,
     experts: Annotated[int, typer.Option(help="Experts over all ranks.")] = 32,
     top_k: Annotated[int, typer.Option(help="Experts of one token.")] = 8,
-    hidden: Annotated[int, typer.Option(help="Width of a token's vector.")] = 1024,
+    hidden: Annotated[int, typer.Option(help="Width of a token's vector.")] = 512,
     inner: Annotated[int, typer.Option(help="Width inside an expert.")] = 512,
     layout: Annotated[
         LayoutOption, typer.Option(help="How received rows lie.")

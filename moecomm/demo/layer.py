@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 import moecomm as mc
 from moecomm.config import MoeConfig
+from moecomm.demo.device import Host, open_device
 from moecomm.demo.experts import Expert, Floats, run_experts
 from moecomm.demo.router import Routing, route
 from moecomm.demo.text import embed
@@ -83,9 +84,10 @@ class RankResult:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
+    def timed(self, phase: str, device: Host) -> Iterator[None]:
         start = time.perf_counter()
         yield
+        device.wait()
         self.seconds[phase] += time.perf_counter() - start
 
 
@@ -97,49 +99,57 @@ def run_rank(group: Group, problem: Problem) -> RankResult:
         out=np.empty((len(share), cfg.hidden), numpy_dtype(cfg.combine_dtype)),
         received=np.zeros(0, np.int64),
     )
-    with result.timed("set up"):
-        comm = mc.MoeComm(cfg, group)
-        _warm_up(comm, x[:0], Routing(routing.topk_idx[:0], routing.topk_weights[:0]))
+    start = time.perf_counter()
+    comm = mc.MoeComm(cfg, group)
     with comm:
+        device = open_device(comm.device)
+        _warm_up(comm, device, x[:0], Routing(routing.topk_idx[:0], routing.topk_weights[:0]))
+        result.seconds["set up"] = time.perf_counter() - start
         hosted = [problem.expert(number) for number in comm.expert_range(group.rank)]
         result.received = np.zeros(len(hosted), np.int64)
         for step in range(problem.num_steps):
             rows = slice(step * cfg.max_tokens, (step + 1) * cfg.max_tokens)
             here = Routing(routing.topk_idx[rows], routing.topk_weights[rows])
-            result.out[rows] = _step(comm, x[rows], here, hosted, result)
+            result.out[rows] = _step(comm, device, x[rows], here, hosted, result)
         stats = comm.stats()
     result.copies = stats.dispatch_tokens
     result.dispatch_bytes, result.combine_bytes = stats.dispatch_bytes, stats.combine_bytes
     return result
 
 
-def _warm_up(comm: mc.MoeComm, x: npt.NDArray[Any], routing: Routing) -> None:
+def _warm_up(comm: mc.MoeComm, device: Host, x: npt.NDArray[Any], routing: Routing) -> None:
     """An exchange of no tokens: the first use of an input's dtype may compile a kernel."""
-    recv = comm.dispatch(x, routing.topk_idx, routing.topk_weights)
-    y = np.zeros(recv.x.shape, numpy_dtype(comm.config.combine_dtype))
-    comm.combine(y, recv.handle)
+    recv = comm.dispatch(*map(device.give, (x, *routing)))
+    y = np.zeros(tuple(recv.x.shape), numpy_dtype(comm.config.combine_dtype))
+    comm.combine(device.give(y), recv.handle)
+    device.wait()
 
 
 def _step(
     comm: mc.MoeComm,
+    device: Host,
     x: npt.NDArray[Any],
     routing: Routing,
     hosted: list[Expert],
     result: RankResult,
 ) -> npt.NDArray[Any]:
     """x [T, H] → [T, H]: dispatch, experts, combine. A rank without tokens takes part too."""
-    with result.timed("dispatch: send"):
-        handle = comm.dispatch_send(x, routing.topk_idx, routing.topk_weights)
-    with result.timed("dispatch: receive"):
+    given = [device.give(array) for array in (x, *routing)]
+    with result.timed("dispatch: send", device):
+        handle = comm.dispatch_send(*given)
+    with result.timed("dispatch: receive", device):
         recv = comm.dispatch_recv(handle)
-    with result.timed("experts"):
-        y = run_experts(recv, hosted, comm.config)
-        result.received += recv.counts
-    with result.timed("combine: send"):
-        comm.combine_send(y, handle)
-    with result.timed("combine: receive"):
-        out: npt.NDArray[Any] = comm.combine_recv(handle)
-    return out
+    here = device.take_received(recv)
+    with result.timed("experts", device):
+        y = run_experts(here, hosted, comm.config)
+        result.received += here.counts
+    back = device.give(y)
+    with result.timed("combine: send", device):
+        comm.combine_send(back, handle)
+    with result.timed("combine: receive", device):
+        out = comm.combine_recv(handle)
+    comm.check()
+    return device.take(out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class Options:
     device: str = "auto"
     tokens: int = 1024
     step_tokens: int = 64
-    hidden: int = 1024
+    hidden: int = 512
     inner: int = 512
     experts: int = 32
     top_k: int = 8
