@@ -17,10 +17,6 @@ from moecomm.kernels.jit.resources import Resources, parse_report
 
 logger = logging.getLogger(__name__)
 
-# Two links at once in one process lose each other's ptxas reports (nvJitLink 13.0, H200 machine,
-# 2026-11-29); their logs are then empty.
-_LINKING: Final = threading.Lock()
-
 STANDARD: Final = "c++17"
 # Both steps: whatever is added here belongs into cache keys, see `options_identity`.
 _COMPILE: Final[dict[str, Any]] = {
@@ -115,13 +111,6 @@ def to_ltoir(name: str, text: str, arch: str) -> bytes:
 
 def _link(name: str, ltoir: bytes, arch: str, link: Sequence[LinkInput]) -> tuple[str, bytes]:
     """Return the linker's log and the cubin."""
-    with _LINKING:
-        return _link_alone(name, ltoir, arch, link)
-
-
-def _link_alone(
-    name: str, ltoir: bytes, arch: str, link: Sequence[LinkInput]
-) -> tuple[str, bytes]:
     core = _cuda_core()
     make = core.ObjectCode
     makers = {
