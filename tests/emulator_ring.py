@@ -45,6 +45,15 @@ class Ring:
         self.launch(group, kernel, timeout_s=timeout_s, **defines)
         return [int(v) for v in self.out[group.rank]]
 
+    def step_alone(self, group: Any, kernel: str, timeout_s: float = 0) -> list[int]:
+        """``step`` without the others."""
+        self.register(group.simulation, group.rank)
+        self.launch(group, kernel, timeout_s=timeout_s)
+        return [int(v) for v in self.out[group.rank]]
+
+    def step_named(self, group: Any, defines: dict[str, int]) -> list[int]:
+        return self.step(group, **defines)
+
     @property
     def sums(self) -> list[int]:
         """What ``ring`` reports of epoch 1's payload, per warp."""

@@ -90,7 +90,7 @@ def _build(source: str, name: str, flags: Sequence[str], headers: Sequence[str])
     compiler = find_compiler()
     texts = [(include_dir() / header).read_text(encoding="utf-8") for header in headers]
     machine = f"{platform.system()} {platform.machine()}"
-    key = key_of(source, *texts, *flags, _compiler_version(compiler), machine)
+    key = key_of(source, *texts, *flags, *compiler[1:], _compiler_version(compiler), machine)
 
     def compile_to(path: Path) -> None:
         _compile(compiler, source, name, flags, path)

@@ -38,7 +38,9 @@ extern "C" __global__ void ring(Args a)
     note_epoch(a.epoch);
     const u64 next = (a.rank + 1) % a.num_ranks;
     st(flag_of(a, next) + 2 + threadIdx.x, a.epoch * 100 + threadIdx.x);
+#ifndef NO_BARRIER
     __syncthreads();
+#endif
     if (threadIdx.x == 0) {
 #ifdef RELAXED_FLAG
         st_relaxed_sys(flag_of(a, next), a.epoch);
@@ -70,6 +72,7 @@ extern "C" __global__ void count(Args a)
 // Stores 1, then 2, a while apart.
 extern "C" __global__ void two_stores(Args a)
 {
+    if (threadIdx.x) return;
     st_release_sys(flag_of(a, 0), 1);
     for (u32 i = 0; i < 20; ++i) poll_pause(i);
     st_release_sys(flag_of(a, 0), 2);
@@ -86,7 +89,7 @@ extern "C" __global__ void impatient(Args a)
 
 extern "C" __global__ void set_flag(Args a)
 {
-    for (u32 i = 0; i < 1000; ++i) poll_pause(i);
+    for (u32 i = 0; i < 20; ++i) poll_pause(i);
     st_release_sys(flag_of(a, a.epoch >> 32), (u32)a.epoch);
 }
 

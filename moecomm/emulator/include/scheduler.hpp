@@ -16,7 +16,8 @@ class Scheduler {
 public:
     virtual ~Scheduler() = default;
 
-    virtual void add(Fiber* f) = 0;   // fresh or preempted: behind all others
+    virtual void add(Fiber* f) = 0;   // behind all others
+    virtual void preempted(Fiber* f) { add(f); }
     virtual void wake(Fiber* f) = 0;  // what it waited for has happened: before all others
     // Next to run; null: nobody, unless time passes or memory changes from outside.
     virtual Fiber* next() = 0;
@@ -116,11 +117,18 @@ private:
     size_t size_ = 0;
 };
 
-// Runs each fiber until it blocks or polls. Woken fibers go first: their stacks are in the cache.
+// Runs each fiber until it blocks or polls (or has made very many accesses: it may be a loop that
+// waits without poll_pause). Woken fibers go first: their stacks are in the cache.
 class FairScheduler final : public Scheduler {
 public:
     void add(Fiber* f) override { ready_.push_back(f); }
     void wake(Fiber* f) override { ready_.push_front(f); }
+    // It may well wait in a loop of its own: those who poll must not wait for it.
+    void preempted(Fiber* f) override
+    {
+        repoll();
+        ready_.push_back(f);
+    }
     Fiber* next() override
     {
         if (ready_.empty()) {
@@ -134,8 +142,7 @@ public:
         while (!polling_.empty()) ready_.push_back(polling_.pop_front());
         forget_idle();
     }
-    // Only a loop that waits without poll_pause comes so far.
-    long long fuel() override { return 1 << 16; }
+    long long fuel() override { return 4096; }
     void clear() override
     {
         ready_ = FiberList();

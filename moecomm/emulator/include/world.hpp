@@ -384,7 +384,7 @@ inline void World::preempt(Fiber* f)
         f->wrote = 0;
         scheduler->note_progress();
     }
-    scheduler->add(f);
+    scheduler->preempted(f);
     leave(f);
 }
 
