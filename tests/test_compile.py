@@ -117,7 +117,7 @@ def test_json_and_cache(
         command.compile_kernels(arch=["sm_80"], jobs=1, as_json=True)
         table = json.loads(capsys.readouterr().out)
         assert [row["cached"] for row in table] == [cached] * len(few)
-    assert [row["kernel"] for row in table] == [variant.stage for variant in few]
+    assert [row["kernel"] for row in table] == [variant.kernel for variant in few]
     for row in table:
         assert Path(row["cubin"]).stat().st_size == row["cubin_bytes"]
         assert row["registers"] > 0

@@ -405,10 +405,13 @@ ptxas info    : Used 12 registers, used 0 barriers
     assert not found["other"].spills
 
 
-def test_kernel_without_a_report_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_without_a_report_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(compiler, "parse_report", lambda log, sections: {})
-    with pytest.raises(CompileError, match="reports nothing about tiny"):
-        compiler.build("t.cu", TINY, "sm_90")
+    compiled = compile_source("t.cu", TINY, "sm_90", cache=Cache(tmp_path))
+    with pytest.raises(CompileError, match=r"t\.cu for sm_90: .* reports nothing about tiny"):
+        compiled.require_report()
 
 
 def test_importing_needs_no_toolchain() -> None:

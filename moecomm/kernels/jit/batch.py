@@ -53,6 +53,8 @@ def compile_all(tasks: Sequence[Task], jobs: int) -> Iterator[Outcome]:
 
 def _compile(task: Task) -> Outcome:
     try:
-        return Outcome(task, compile_kernel(task.source, task.defines, task.arch))
+        compiled = compile_kernel(task.source, task.defines, task.arch)
+        compiled.require_report()
+        return Outcome(task, compiled)
     except CompileError as error:
         return Outcome(task, None, error)

@@ -61,7 +61,7 @@ class LinkInput:
 
 @dataclass(frozen=True, slots=True)
 class Cubin:
-    """Machine code of one source, with kernel name → resources."""
+    """Machine code of one source, with kernel name → resources, as far as the linker told them."""
 
     code: bytes
     resources: dict[str, Resources]
@@ -83,11 +83,6 @@ def build(name: str, text: str, arch: str, link: Sequence[LinkInput] = ()) -> Cu
     log, code = _link(name, to_ltoir(name, text, arch), arch, link)
     sections = elf.section_sizes(code)
     resources = parse_report(log, sections)
-    missing = set(elf.kernel_names(sections)) - set(resources)
-    if missing:
-        raise CompileError(
-            f"{name} for {arch}: the linker reports nothing about {', '.join(sorted(missing))}", log
-        )
     return Cubin(code, resources)
 
 
