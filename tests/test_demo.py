@@ -12,6 +12,7 @@ from rich.console import Console
 
 from moecomm import reference
 from moecomm.config import MoeConfig
+from moecomm.demo import session
 from moecomm.demo.experts import Expert, run_experts
 from moecomm.demo.layer import Problem, RankResult, error_bound, run_plain
 from moecomm.demo.report import print_report
@@ -19,7 +20,7 @@ from moecomm.demo.router import route
 from moecomm.demo.session import Options, Result
 from moecomm.demo.text import default_text, embed, load_text, token_ids, tokenise
 from moecomm.demo.traffic import count_traffic, crossing
-from moecomm.errors import ConfigError
+from moecomm.errors import CompileError, ConfigError
 
 TEXT = "The router picks experts; the experts answer. Tokens travel to experts, and back! " * 3
 
@@ -274,3 +275,27 @@ def test_report_says_what_failed() -> None:
     print_report(make_result(problem, ranks), Console(file=screen, width=120))
     assert "FAILED" in screen.getvalue()
     assert "times what rounding explains" in screen.getvalue()
+
+
+# ---- devices ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "chosen"), [(2, 2, "cuda"), (2, 3, "cpu"), (0, 1, "cpu")]
+)
+def test_auto_takes_gpus_where_every_rank_has_one(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int, chosen: str
+) -> None:
+    monkeypatch.setattr(session.Toolchain, "load", lambda: None)
+    monkeypatch.setattr(session.cuda_driver, "device_count", lambda: gpus)
+    assert session.resolve_device("auto", ranks) == chosen
+    assert session.resolve_device("cpu", ranks) == "cpu"
+
+
+def test_auto_is_the_cpu_where_kernels_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise CompileError("no toolchain")
+
+    monkeypatch.setattr(session.Toolchain, "load", missing)
+    monkeypatch.setattr(session.cuda_driver, "device_count", lambda: 8)
+    assert session.resolve_device("auto", 1) == "cpu"

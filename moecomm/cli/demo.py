@@ -47,7 +47,9 @@ def demo(
         Path | None, typer.Option(help="UTF-8 text file; without it, moecomm's own README.")
     ] = None,
     ranks: Annotated[int, typer.Option(help="Processes that share the experts.")] = 4,
-    device: Annotated[Device, typer.Option(help="auto: the CPU, in this version.")] = Device.auto,
+    device: Annotated[
+        Device, typer.Option(help="auto: GPUs if each rank can have one, else the CPU.")
+    ] = Device.auto,
     tokens: Annotated[int, typer.Option(help="Use at most so many tokens of the text.")] = 1024,
     step_tokens: Annotated[int, typer.Option(help="Tokens of one rank in one dispatch.")] = 64,
     experts: Annotated[int, typer.Option(help="Experts over all ranks.")] = 32,

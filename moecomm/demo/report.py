@@ -54,7 +54,7 @@ def _facts(result: Result) -> Iterator[tuple[str, str]]:
     if result.device == "cpu":
         yield "device", "CPU: a process per rank, running the CUDA C++ kernels in the emulator"
     else:
-        yield "device", f"{result.device}: a process per rank"
+        yield "device", "GPU: a process per rank; dispatch and combine there, experts in numpy"
 
 
 def _wire(result: Result) -> RenderableType:

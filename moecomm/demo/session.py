@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import moecomm as mc
+from moecomm import cuda_driver
 from moecomm.config import LayoutName, MoeConfig, Reduce
 from moecomm.demo.layer import (
     PHASES,
@@ -22,7 +24,8 @@ from moecomm.demo.layer import (
 )
 from moecomm.demo.text import load_text, token_ids, tokenise
 from moecomm.demo.traffic import Traffic, count_traffic
-from moecomm.errors import ConfigError
+from moecomm.errors import ConfigError, MoecommError
+from moecomm.kernels.jit import Toolchain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +133,7 @@ def run_demo(options: Options, stage: Callable[[str], None]) -> Result:
         MoecommError: what a rank raised.
     """
     options.check()
-    cfg, device = options.config(), resolve_device(options.device)
+    cfg, device = options.config(), resolve_device(options.device, options.ranks)
     stage("reading and embedding the text")
     source, text = load_text(options.text)
     ids = token_ids(tokenise(text)[: options.tokens])
@@ -158,9 +161,16 @@ def run_demo(options: Options, stage: Callable[[str], None]) -> Result:
     )
 
 
-def resolve_device(device: str) -> str:
-    """``auto`` is the CPU: launching on GPUs is not part of this version."""
-    return "cpu" if device == "auto" else device
+def resolve_device(device: str, num_ranks: int) -> str:
+    """``auto``: GPUs where there is one for every rank, and all that using them takes; else CPU."""
+    if device != "auto":
+        return device
+    try:
+        Toolchain.load()
+        enough = cuda_driver.device_count() >= num_ranks
+    except MoecommError:
+        enough = False
+    return "cuda" if enough and importlib.util.find_spec("torch") is not None else "cpu"
 
 
 __all__ = ["PHASES", "Options", "Result", "resolve_device", "run_demo"]
