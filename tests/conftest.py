@@ -16,6 +16,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Examples start processes' worth of emulated kernels: a busy machine is no reason to fail. In CI
+# the same examples each time, so that a red run repeats.
+settings.register_profile(
+    "moecomm",
+    deadline=None,
+    derandomize=os.environ.get("CI") == "true",
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
+settings.load_profile("moecomm")
 
 
 @cache
