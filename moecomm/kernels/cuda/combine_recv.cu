@@ -23,19 +23,19 @@ DEVICE void sum_rows(const Args& a, const Owed& owed, u32 t)
     void* out = (void*)(a.out + t * a.out_stride);
     for (u64 c = threadIdx.x; c < Y::num_chunks(); c += blockDim.x) {
         float sum[Y::kElems];
-        Chunk chunk;
-        chunk.v4 = zero_chunk();
+        Chunk chunk = zero_chunk();
         if (a.accumulate) chunk = Y::load(out, c, a.out_aligned);
         for (u32 e = 0; e < Y::kElems; ++e)
-            sum[e] = a.accumulate ? decode<COMBINE_DTYPE>(element(chunk, e, Y::Elem())) : 0.0f;
+            sum[e] = a.accumulate ? decode<COMBINE_DTYPE>(get<Y::Elem>(chunk, e)) : 0.0f;
         for (u32 i = 0; i < owed.num; ++i) {
-            chunk.v4 = ld_v4((const void*)(combine_row(a.symmetric, a, t, owed.place[i]) + c * 16));
+            chunk = to_chunk(ld_v4((const void*)(combine_row(a.symmetric, a, t, owed.place[i]) + c * 16)));
             for (u32 e = 0; e < Y::kElems; ++e) {
-                const float y = decode<COMBINE_DTYPE>(element(chunk, e, Y::Elem()));
+                const float y = decode<COMBINE_DTYPE>(get<Y::Elem>(chunk, e));
                 sum[e] = __fadd_rn(sum[e], __fmul_rn(owed.weight[i], y));  // weight 1 is exact
             }
         }
-        for (u32 e = 0; e < Y::kElems; ++e) element(chunk, e, Y::Elem()) = encode<COMBINE_DTYPE>(sum[e]);
+        chunk = zero_chunk();
+        for (u32 e = 0; e < Y::kElems; ++e) set<Y::Elem>(chunk, e, encode<COMBINE_DTYPE>(sum[e]));
         Y::store(out, c, chunk, a.out_aligned);
     }
 }

@@ -23,7 +23,7 @@ DEVICE void send_rows(const Args& a, const Returned& rec)
         const void* y = (const void*)(a.y + rec.row[i] * a.y_stride);
         for (u64 c = threadIdx.x; c < chunks; c += blockDim.x) {
             const Chunk chunk = Row<COMBINE_DTYPE>::load(y, c, a.y_aligned);
-            for (u32 d = 0; d < REPLICAS; ++d) st_v4((void*)(dest_row(a, rec, d, i) + c * 16), chunk.v4);
+            for (u32 d = 0; d < REPLICAS; ++d) st_v4((void*)(dest_row(a, rec, d, i) + c * 16), to_v4(chunk));
         }
     }
 }
@@ -40,11 +40,11 @@ DEVICE void send_sum(const Args& a, const Returned& rec)
             for (u32 e = 0; e < Y::kElems; ++e)
                 sum[e] = __fadd_rn(
                     sum[e],
-                    __fmul_rn(rec.weight[i], decode<COMBINE_DTYPE>(element(y, e, Y::Elem()))));
+                    __fmul_rn(rec.weight[i], decode<COMBINE_DTYPE>(get<Y::Elem>(y, e))));
         }
-        Chunk out;
-        for (u32 e = 0; e < Y::kElems; ++e) element(out, e, Y::Elem()) = encode<COMBINE_DTYPE>(sum[e]);
-        for (u32 d = 0; d < REPLICAS; ++d) st_v4((void*)(dest_row(a, rec, d, 0) + c * 16), out.v4);
+        Chunk out = zero_chunk();
+        for (u32 e = 0; e < Y::kElems; ++e) set<Y::Elem>(out, e, encode<COMBINE_DTYPE>(sum[e]));
+        for (u32 d = 0; d < REPLICAS; ++d) st_v4((void*)(dest_row(a, rec, d, 0) + c * 16), to_v4(out));
     }
 }
 

@@ -13,8 +13,7 @@ DEVICE void copy_record(const Args& a, const RowPlan& plan, u64 record)
 {
     const u64 row = record + RECORD_ROW_OFF;
     for (u64 c = threadIdx.x; c < Row<WIRE_DTYPE>::num_chunks(); c += blockDim.x) {
-        Chunk chunk;
-        chunk.v4 = ld_v4((const void*)(row + c * 16));
+        const Chunk chunk = to_chunk(ld_v4((const void*)(row + c * 16)));
         for (u32 i = 0; i < plan.num; ++i)
             Row<WIRE_DTYPE>::store((void*)recv_row(a, plan.rows[i]), c, chunk, rows_aligned());
     }

@@ -22,7 +22,7 @@ struct ToRecords {
     DEVICE void row_chunk(u64 c, Chunk chunk) const
     {
         for (u32 d = 0; d < plan.num_dest; ++d)
-            st_v4((void*)(plan.record[d] + RECORD_ROW_OFF + c * 16), chunk.v4);
+            st_v4((void*)(plan.record[d] + RECORD_ROW_OFF + c * 16), to_v4(chunk));
     }
 
     DEVICE void row_scale(u64 block, float scale) const

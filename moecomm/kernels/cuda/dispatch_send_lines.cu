@@ -16,7 +16,7 @@ struct Image {
 
     DEVICE void row_chunk(u64 c, Chunk chunk) const
     {
-        *reinterpret_cast<uint4*>(body + c * 16) = chunk.v4;
+        *reinterpret_cast<uint4*>(body + c * 16) = to_v4(chunk);
     }
 
     DEVICE void row_scale(u64 block, float scale) const

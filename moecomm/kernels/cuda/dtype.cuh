@@ -28,23 +28,53 @@ struct Bits<DTYPE_F8E4M3> {
     typedef u8 type;
 };
 
-// 16 bytes of a row, also as words and elements.
-union Chunk {
-    uint4 v4;
-    u32 u32s[4];
-    u16 u16s[8];
-    u8 u8s[16];
+// 16 bytes of a row. Elements are cut out of words by shifts, not by a union or a pointer cast:
+// NVRTC's optimiser takes differently typed views of one object for different objects.
+struct Chunk {
+    u32 words[4];
 };
 
-DEVICE u8& element(Chunk& c, u32 i, u8) { return c.u8s[i]; }
-DEVICE u16& element(Chunk& c, u32 i, u16) { return c.u16s[i]; }
-DEVICE u32& element(Chunk& c, u32 i, u32) { return c.u32s[i]; }
-
-DEVICE uint4 zero_chunk()
+DEVICE Chunk to_chunk(uint4 v)
 {
-    uint4 z;
-    z.x = z.y = z.z = z.w = 0;
-    return z;
+    Chunk c;
+    c.words[0] = v.x;
+    c.words[1] = v.y;
+    c.words[2] = v.z;
+    c.words[3] = v.w;
+    return c;
+}
+
+DEVICE uint4 to_v4(const Chunk& c)
+{
+    uint4 v;
+    v.x = c.words[0];
+    v.y = c.words[1];
+    v.z = c.words[2];
+    v.w = c.words[3];
+    return v;
+}
+
+DEVICE Chunk zero_chunk()
+{
+    Chunk c;
+    c.words[0] = c.words[1] = c.words[2] = c.words[3] = 0;
+    return c;
+}
+
+// Element i (a constant once loops are unrolled) as an unsigned integer E.
+template <class E>
+DEVICE E get(const Chunk& c, u32 i)
+{
+    const u32 per_word = 4 / sizeof(E);
+    return (E)(c.words[i / per_word] >> (8 * sizeof(E) * (i % per_word)));
+}
+
+// Element i of a chunk in which it is still zero.
+template <class E>
+DEVICE void set(Chunk& c, u32 i, E value)
+{
+    const u32 per_word = 4 / sizeof(E);
+    c.words[i / per_word] |= (u32)value << (8 * sizeof(E) * (i % per_word));
 }
 
 // ---- half precision -----------------------------------------------------------------------
@@ -131,27 +161,23 @@ struct Row {
     // 16-byte boundaries. Else, and in the last partial chunk, elements go one at a time.
     static DEVICE Chunk load(const void* row, u64 c, bool aligned)
     {
-        Chunk chunk;
         const u64 first = c * kElems;
-        if (aligned && first + kElems <= HIDDEN) {
-            chunk.v4 = ld_v4((const u8*)row + c * 16);
-            return chunk;
-        }
-        chunk.v4 = zero_chunk();
+        if (aligned && first + kElems <= HIDDEN) return to_chunk(ld_v4((const u8*)row + c * 16));
+        Chunk chunk = zero_chunk();
         for (u32 i = 0; i < kElems; ++i)
-            if (first + i < HIDDEN) element(chunk, i, Elem()) = ld((const Elem*)row + first + i);
+            if (first + i < HIDDEN) set<Elem>(chunk, i, ld((const Elem*)row + first + i));
         return chunk;
     }
 
-    static DEVICE void store(void* row, u64 c, Chunk chunk, bool aligned)
+    static DEVICE void store(void* row, u64 c, const Chunk& chunk, bool aligned)
     {
         const u64 first = c * kElems;
         if (aligned && first + kElems <= HIDDEN) {
-            st_v4((u8*)row + c * 16, chunk.v4);
+            st_v4((u8*)row + c * 16, to_v4(chunk));
             return;
         }
         for (u32 i = 0; i < kElems; ++i)
-            if (first + i < HIDDEN) st((Elem*)row + first + i, element(chunk, i, Elem()));
+            if (first + i < HIDDEN) st((Elem*)row + first + i, get<Elem>(chunk, i));
     }
 
     static DEVICE u64 num_chunks() { return (HIDDEN + kElems - 1) / kElems; }

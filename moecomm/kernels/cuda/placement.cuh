@@ -120,7 +120,9 @@ DEVICE void write_counts(const Args& a, const Placement& s)
         u64* total = local_at<u64>(a, LOC_STAT_EXPERT, e);
         st(total, ld(total) + n);
     }
-    for (u32 e = threadIdx.x; e <= a.num_local; e += blockDim.x) st(offsets + e, first_row(a, s, e));
+    if (LAYOUT != LAYOUT_RANK)
+        for (u32 e = threadIdx.x; e <= a.num_local; e += blockDim.x)
+            st(offsets + e, first_row(a, s, e));
     for (u32 g = threadIdx.x; g < NUM_GROUPS; g += blockDim.x) {
         const u32 records = s.group_start[g + 1] - s.group_start[g];
         u32 rows = 0;
@@ -166,8 +168,7 @@ DEVICE void write_pads(const Args& a, const Placement& s)
     for (u32 e = blockIdx.x; e < a.num_local; e += gridDim.x) {
         const u32 end = s.expert_rows[e + 1];
         for (u32 row = s.expert_rows[e] + expert_count(a, s, e); row < end; ++row) {
-            Chunk zero;
-            zero.v4 = zero_chunk();
+            const Chunk zero = zero_chunk();
             for (u64 c = threadIdx.x; c < Row<WIRE_DTYPE>::num_chunks(); c += blockDim.x)
                 Row<WIRE_DTYPE>::store((void*)recv_row(a, row), c, zero, rows_aligned());
             for (u64 b = threadIdx.x; b < NUM_SCALES; b += blockDim.x) st(recv_scale(a, row) + b, 0.0f);

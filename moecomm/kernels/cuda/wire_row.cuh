@@ -44,7 +44,7 @@ DEVICE void load_floats(const Args& a, u32 t, u64 c, float values[16])
     for (u32 i = 0; i < chunks; ++i) {
         Chunk chunk = In::load(row, c * chunks + i, a.x_aligned);
         for (u32 j = 0; j < In::kElems; ++j)
-            values[i * In::kElems + j] = decode<INPUT_DTYPE>(element(chunk, j, In::Elem()));
+            values[i * In::kElems + j] = decode<INPUT_DTYPE>(get<In::Elem>(chunk, j));
     }
 }
 
@@ -66,8 +66,8 @@ DEVICE Chunk wire_chunk(const Args& a, u32 t, u64 c, float* scale)
         *scale = s.scale;
         inverse = s.inverse;
     }
-    Chunk out;
-    for (u32 i = 0; i < 16; ++i) out.u8s[i] = float_to_e4m3(__fmul_rn(values[i], inverse));
+    Chunk out = zero_chunk();
+    for (u32 i = 0; i < 16; ++i) set<u8>(out, i, float_to_e4m3(__fmul_rn(values[i], inverse)));
     return out;
 }
 #endif
