@@ -47,12 +47,6 @@ class DispatchInputs:
     x_scale: ArrayView | None
     num_tokens: ArrayView | None
 
-    @property
-    def streams(self) -> list[int]:
-        """CUDA streams whose earlier work must come first."""
-        given = (self.x, self.topk_idx, self.topk_weights, self.x_scale, self.num_tokens)
-        return [v.stream for v in given if v is not None and v.stream is not None]
-
 
 def check_dispatch_inputs(
     cfg: MoeConfig,

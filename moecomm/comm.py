@@ -8,13 +8,13 @@ import threading
 from types import TracebackType
 from typing import Any
 
-from moecomm import arguments, arrays, checks, runtime
+from moecomm import arguments, runtime
 from moecomm.agreement import agree
-from moecomm.arrays import Kind
 from moecomm.config import MoeConfig
 from moecomm.errors import PeerTimeout, StateError
 from moecomm.group import Group
 from moecomm.handle import Handle, Received, State
+from moecomm.intake import Intake
 from moecomm.kernels.args import (
     DISPATCH_FIELDS,
     OUT_FIELDS,
@@ -28,7 +28,6 @@ from moecomm.layout import Layout
 from moecomm.received import ReceivedViews
 from moecomm.reports import failure_of, overflow_of, value_error_of
 from moecomm.stats import Stats, read_stats
-from moecomm.values import check_values
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +82,8 @@ class MoeComm:
         self._runtime = runtime.open_runtime(self.layout, group, transport, device)
         self.device = self._runtime.device
         self._blocks = arguments.blocks(self.layout, self._runtime)
+        self._trouble = self._runtime.statuses()[STATUS_FAILURE]
+        self._intake = Intake(self.layout, self._runtime)
         self._views = ReceivedViews(self.layout, self._runtime)
         group.barrier(cfg.timeout_s)
         logger.info("rank %d of %d: ready on %s", group.rank, group.size, self.device)
@@ -118,29 +119,14 @@ class MoeComm:
         with self._lock:
             self._check_usable("dispatch_send")
             slot = self._free_slot()
-            kind = arrays.kind_of(x, self.device)
-            where = self._runtime.stream(stream, kind)
-            given = checks.check_dispatch_inputs(
-                self.config,
-                x,
-                topk_idx,
-                topk_weights,
-                x_scale,
-                num_tokens,
-                self.device,
-                stream=_asked(stream, kind, where),
+            words, num_rows, kind, code, where, _memory = self._intake.dispatch(
+                x, topk_idx, topk_weights, x_scale, num_tokens, stream
             )
-            if self._runtime.synchronous and self.config.check_values:
-                check_values(self.config, given)
-            for earlier in given.streams:
-                self._runtime.join(earlier, where)
-            handle = Handle(
-                self, slot, self._serial, given.num_rows, given.kind, topk_weights is not None
-            )
-            self._blocks[slot].write(DISPATCH_FIELDS, *arguments.dispatch_words(given))
+            handle = Handle(self, slot, self._serial, num_rows, kind, topk_weights is not None)
+            self._blocks[slot].write(DISPATCH_FIELDS, words)
             self._slots[slot] = handle
             self._serial += 1
-            self._launch("dispatch_send", handle, where, stream, given.x_code)
+            self._launch("dispatch_send", handle, where, stream, code)
             return handle
 
     def dispatch_recv(self, handle: Handle, stream: Any = None) -> Received:
@@ -173,17 +159,8 @@ class MoeComm:
         with self._lock:
             self._check_usable("combine_send")
             handle.expect(self, State.RECEIVED, "combine_send")
-            where = self._runtime.stream(stream, handle.kind)
-            rows = checks.check_combine_inputs(
-                self.config,
-                y,
-                self.layout.recv_shape,
-                self.device,
-                stream=_asked(stream, handle.kind, where),
-            )
-            if rows.stream is not None:
-                self._runtime.join(rows.stream, where)
-            self._blocks[handle.slot].write(Y_FIELDS, *arguments.row_words(rows))
+            words, where, _memory = self._intake.outputs(y, handle, stream)
+            self._blocks[handle.slot].write(Y_FIELDS, words)
             self._launch("combine_send", handle, where, stream)
             handle.state = State.RETURNED
 
@@ -213,27 +190,11 @@ class MoeComm:
             self._check_usable("combine_recv")
             handle.expect(self, State.RETURNED, "combine_recv")
             where = self._runtime.stream(stream, handle.kind)
-            asked = _asked(stream, handle.kind, where)
-            weights = checks.check_combine_weights(
-                self.config,
-                topk_weights,
-                handle.num_rows,
-                self.device,
-                given_at_dispatch=handle.weights_given,
-                stream=asked,
-            )
-            found = checks.check_out(self.config, out, handle.num_rows, accumulate, self.device)
-            if found is None:
-                shape = (handle.num_rows, self.config.hidden)
-                dtype = self.config.combine_dtype
-                out = arrays.empty_like_kind(handle.kind, shape, dtype, self.device, stream=asked)
-                found = arrays.view(out, "out")
-            for other in (weights, found):
-                if other is not None and other.stream is not None:
-                    self._runtime.join(other.stream, where)
+            weights, _memory = self._intake.weights(topk_weights, handle, stream, where)
+            words, out = self._intake.result(out, accumulate, handle, stream, where)
             block = self._blocks[handle.slot]
-            block.write(WEIGHT_FIELDS, *arguments.weight_words(weights))
-            block.write(OUT_FIELDS, *arguments.row_words(found), accumulate)
+            block.write(WEIGHT_FIELDS, weights)
+            block.write(OUT_FIELDS, words)
             self._launch("combine_recv", handle, where, stream)
             self._free(handle, State.CLOSED)
             return out
@@ -356,8 +317,10 @@ class MoeComm:
             )
 
     def _check_usable(self, call: str) -> None:
-        self._check_open(call)
-        self._check_failure()
+        # Each half comes through here: the common case takes no call.
+        if self._closed or self._failure or self._trouble.code or os.getpid() != self._pid:
+            self._check_open(call)
+            self._check_failure()
 
     def _free_slot(self) -> int:
         """The lowest: all ranks open and free handles in one order, so all find the same."""
@@ -377,9 +340,8 @@ class MoeComm:
     def _check_failure(self) -> None:
         """Raise what broke the communicator, now and from now on."""
         if self._failure is None and not self._closed:
-            status = self._runtime.statuses()[STATUS_FAILURE]
-            if status.code:
-                self._failure = failure_of(status)
+            if self._trouble.code:
+                self._failure = failure_of(self._trouble)
                 logger.error("rank %d: %s", self.group.rank, self._failure)
         if self._failure is not None:
             raise self._failure
@@ -402,8 +364,3 @@ class MoeComm:
                     self._runtime.launch("release", self._blocks[handle.slot], 0, 0, where, None)
                     self._free(handle, State.FAILED)
                 raise error
-
-
-def _asked(stream: Any, kind: Kind, where: int) -> int | None:
-    """What conversions are told of the stream ``where``: nothing when it is torch's current."""
-    return None if stream is None and kind == "torch" else where

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from moecomm.errors import ConfigError, MoecommError, TransportUnavailable
 
+MODULE = "cuda.bindings.driver"  # tests without a GPU name another
 OUT_OF_MEMORY: Final = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
@@ -35,7 +36,7 @@ def driver() -> Any:
         TransportUnavailable: the package or an NVIDIA driver is missing.
     """
     try:
-        module = importlib.import_module("cuda.bindings.driver")
+        module = importlib.import_module(MODULE)
         call(module.cuInit, 0)
     except ImportError as error:
         raise TransportUnavailable(

@@ -417,9 +417,9 @@ def test_auto_is_nvlink_for_processes() -> None:
 
 
 def loopback(group: mc.Group, index: int, driver: FakeDriver) -> str:
-    with open_gpu_memory("loopback", group, index) as memory:
-        with pytest.raises(mc.TransportUnavailable) as caught:
-            memory.allocate(1)
+    memory = open_gpu_memory("loopback", group, index)
+    with memory, pytest.raises(mc.TransportUnavailable) as caught:
+        memory.allocate(1)
     return str(caught.value)
 
 

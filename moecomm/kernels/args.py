@@ -59,7 +59,7 @@ class ArgBlock:
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         self.pointers = ctypes.addressof(self._pointers)
 
-    def write(self, fields: Fields, *values: int) -> None:
+    def write(self, fields: Fields, values: tuple[int, ...]) -> None:
         """Set ``fields``, in the order of their names."""
         fields.pack_into(self.args, fields.offset, *values)
 

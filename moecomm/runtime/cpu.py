@@ -40,6 +40,7 @@ class CpuRuntime:
         self._symmetric = self._memory.allocate(layout.symmetric.nbytes).address
         self._local = HostMemory(layout.local.nbytes)
         self._status = HostMemory(STATUS_BYTES)
+        self._statuses = list((Status * 3).from_address(self._status.address))
         self._connect(group)
         self._register(group.rank)
         if env.flag("POISON"):
@@ -83,7 +84,7 @@ class CpuRuntime:
         self._kernels.launch(stage, block.args, num_tokens, input_code)
 
     def statuses(self) -> list[Status]:
-        return list((Status * 3).from_address(self._status.address))
+        return self._statuses
 
     def read_words(self, region: str) -> list[int]:
         where = self._layout.local[region]

@@ -83,9 +83,13 @@ class CudaRuntime:
         stream: int,
         stream_object: object = None,
     ) -> None:
-        with current(self._index):
-            self._streams.enter(stream, stream_object)
+        if self._get_current()[1] == self._context:  # nearly always: no context manager then
+            if stream != self._streams.last:
+                self._streams.enter(stream, stream_object)
             self._kernels.launch(stage, block, num_tokens, input_code, stream)
+            return
+        with current(self._index):
+            self.launch(stage, block, num_tokens, input_code, stream, stream_object)
 
     def statuses(self) -> list[Status]:
         return self._statuses
@@ -107,6 +111,8 @@ class CudaRuntime:
     def _load(self) -> bool:
         """What concerns this rank alone."""
         layout, index = self._layout, self._index
+        self._get_current = cuda_driver.driver().cuCtxGetCurrent
+        self._context = cuda_driver.open_device(index)[1]
         self._kernels = GpuKernels(layout, index)
         self._undo.callback(self._kernels.close)
         self._streams = Streams(index)

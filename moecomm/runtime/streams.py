@@ -24,8 +24,8 @@ class Streams:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._last: int | None = None
-        self._last_object: object = None  # or the stream might be gone when its event is recorded
+        self.last: int | None = None
+        self._object: object = None  # or the stream might be gone when its event is recorded
         with current(index) as cu:
             self._cu = cu
             self._event = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
@@ -53,13 +53,13 @@ class Streams:
 
         ``owner``: the object behind the handle, kept until another stream is used.
         """
-        if handle == self._last:
+        if handle == self.last:
             return
         if self._captures(handle):
             return
-        if self._last is not None:
-            self.join(self._last, handle)
-        self._last, self._last_object = handle, owner
+        if self.last is not None:
+            self.join(self.last, handle)
+        self.last, self._object = handle, owner
 
     def join(self, earlier: int, later: int) -> None:
         """Let ``later`` wait for what ``earlier`` has now; not where either is being captured."""
@@ -75,7 +75,7 @@ class Streams:
             with current(self._index) as cu:
                 call(cu.cuEventDestroy, self._event)
             self._event = None
-        self._last_object = None
+        self._object = None
 
     def _captures(self, handle: int) -> bool:
         """Also true where the driver cannot say, which is so for stream 0 beside a capture."""
