@@ -30,6 +30,7 @@ OTHER: dict[str, Any] = {
     "reduce": "sender",
     "in_flight": 3,
     "timeout_s": 19.0,
+    "wire": "flags",
     "check_values": False,
     "num_sms": 7,
 }

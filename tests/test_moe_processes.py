@@ -15,7 +15,7 @@ import moecomm as mc
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-BASE: dict[str, Any] = {"num_experts": 8, "top_k": 3, "hidden": 72, "max_tokens": 12}
+BASE: dict[str, Any] = {"num_experts": 8, "top_k": 3, "hidden": 80, "max_tokens": 12}
 FP8: dict[str, Any] = {"dispatch_dtype": "float8_e4m3fn", "scale_block": 32}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "batched-receiver": {"layout": "batched"},
@@ -37,7 +37,11 @@ DTYPES: dict[str, tuple[dict[str, Any], str | None]] = {
     "fp8-from-fp32-pow2": ({**FP8, "scale_pow2": True}, "float32"),
 }
 MATRIX = {
-    f"{layout}-{dtype}": (mc.MoeConfig(**BASE, **LAYOUTS[layout], **fields), input_dtype)
+    f"{layout}-{dtype}-{wire}": (
+        mc.MoeConfig(**BASE, **LAYOUTS[layout], **fields, wire=wire),
+        input_dtype,
+    )
+    for wire in ("lines", "flags")
     for layout in LAYOUTS
     for dtype, (fields, input_dtype) in DTYPES.items()
 }
@@ -81,7 +85,12 @@ def _matrix(group: mc.Group) -> dict[str, list[str]]:
     return wrong
 
 
-TORCH = ("batched-receiver-bf16", "grouped-sender-fp16", "rank-fp32", "grouped-receiver-fp8-given")
+TORCH = (
+    "batched-receiver-bf16-lines",
+    "grouped-sender-fp16-flags",
+    "rank-fp32-lines",
+    "grouped-receiver-fp8-given-flags",
+)
 
 
 def test_torch_tensors_in_and_out() -> None:
@@ -96,7 +105,7 @@ def _torch(group: mc.Group) -> None:
             walk(comm, cases, schedule, convert=to_torch)
 
 
-@pytest.mark.parametrize("name", ["batched", "sender", "replicas"])
+@pytest.mark.parametrize("name", ["batched", "sender", "replicas", "flags"])
 def test_many_handles_out_of_order_with_delays(name: str) -> None:
     """Three in flight, received and sent back in another order on every rank, a third of them
     closed without being combined, every rank late at random; T changes, 0 included."""
@@ -107,6 +116,7 @@ LONG = {
     "batched": mc.MoeConfig(**BASE, in_flight=3),
     "sender": mc.MoeConfig(**BASE, in_flight=3, layout="grouped", reduce="sender"),
     "replicas": mc.MoeConfig(**BASE, in_flight=3, layout="rank", replicas=2),
+    "flags": mc.MoeConfig(**BASE, in_flight=3, wire="flags"),
 }
 
 
