@@ -284,6 +284,7 @@ class MoeComm:
             for handle in self._slots:
                 if handle is not None:
                     self._free(handle, State.CLOSED)
+            self._views.clear()
             self._runtime.close()
 
     def __enter__(self) -> MoeComm:
@@ -339,10 +340,9 @@ class MoeComm:
 
     def _check_failure(self) -> None:
         """Raise what broke the communicator, now and from now on."""
-        if self._failure is None and not self._closed:
-            if self._trouble.code:
-                self._failure = failure_of(self._trouble)
-                logger.error("rank %d: %s", self.group.rank, self._failure)
+        if self._failure is None and not self._closed and self._trouble.code:
+            self._failure = failure_of(self._trouble)
+            logger.error("rank %d: %s", self.group.rank, self._failure)
         if self._failure is not None:
             raise self._failure
 

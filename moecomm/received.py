@@ -47,6 +47,10 @@ class ReceivedViews:
             fields["topk_idx"],
         )
 
+    def clear(self) -> None:
+        """Let go of the workspace."""
+        self._made.clear()
+
     def _make(self, handle: Handle) -> dict[str, Any]:
         """Every field of ``Received`` but the handle."""
         layout, run = self._layout, self._run

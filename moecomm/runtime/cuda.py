@@ -20,6 +20,7 @@ from moecomm.runtime.base import POISON
 from moecomm.runtime.devices import choose_index
 from moecomm.runtime.streams import Streams
 from moecomm.transport import gpu_pages, open_gpu_memory
+from moecomm.transport.gpu_pages import GpuPages
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class CudaRuntime:
         self._group = group
         self._closed = False
         self._undo = contextlib.ExitStack()
+        self._workspace: GpuPages | None = None
         self._index = together(
             group, "device", lambda: choose_index(group, index, timeout_s), timeout_s
         )
@@ -50,11 +52,11 @@ class CudaRuntime:
         except BaseException:
             self.close()
             raise
-        self.memory_bytes = self._memory.taken_bytes + self._local.nbytes
+        self.memory_bytes = self._memory.taken_bytes + self._workspace_bytes
 
     @property
     def local(self) -> int:
-        return self._local.address
+        return self._local
 
     @property
     def symmetric(self) -> int:
@@ -66,7 +68,7 @@ class CudaRuntime:
 
     @property
     def owner(self) -> object:
-        return self._local
+        return self._workspace
 
     def stream(self, given: Any, kind: Kind) -> int:
         return self._streams.find(given, kind)
@@ -107,6 +109,7 @@ class CudaRuntime:
         self._closed = True
         with self._undo:
             cuda_driver.synchronize(self._index)
+        self._workspace = None
 
     def _load(self) -> bool:
         """What concerns this rank alone."""
@@ -117,7 +120,9 @@ class CudaRuntime:
         self._undo.callback(self._kernels.close)
         self._streams = Streams(index)
         self._undo.callback(self._streams.close)
-        self._local = gpu_pages.make(index, layout.local.nbytes, shareable=False)
+        pages = gpu_pages.make(index, layout.local.nbytes, shareable=False)
+        self._workspace = pages
+        self._workspace_bytes, self._local = pages.nbytes, pages.address
         self._status = PinnedMemory(index, STATUS_BYTES)
         self._undo.callback(self._status.close)
         self._statuses = list((Status * 3).from_address(self._status.address))

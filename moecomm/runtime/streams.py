@@ -63,6 +63,7 @@ class Streams:
 
     def join(self, earlier: int, later: int) -> None:
         """Let ``later`` wait for what ``earlier`` has now; not where either is being captured."""
+        earlier = 0 if earlier == LEGACY else earlier
         if earlier == later or self._captures(earlier) or self._captures(later):
             return
         with current(self._index) as cu:
