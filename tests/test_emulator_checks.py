@@ -99,6 +99,7 @@ def single(
     written: int = 0,
     num_bytes: int = 1024,
     threads: int = 64,
+    shared: int = 256,
 ) -> np.ndarray:
     """Run ``kernel`` of ``accesses.cu`` on ``ranks`` ranks and the memory of rank 0."""
     memory = np.zeros(2048, np.uint8)
@@ -114,7 +115,7 @@ def single(
         group.barrier()
         for turn in range(repeat):
             args = struct.pack("3Q", address, group.rank, turn)
-            simulation.launch(group.rank, program("accesses"), [], kernel, args, 2, threads)
+            simulation.launch(group.rank, program("accesses"), [], kernel, args, 2, threads, shared)
             if exchanges:
                 group.barrier(label=f"turn {turn}")
 
@@ -133,6 +134,10 @@ CLEAN = {
     "sums behind a barrier": {"kernel": "sum_then_read"},
     "written by the host": {"kernel": "read_all", "written": 1024},
     "input": {"kernel": "read_all", "kind": "input"},
+    "shared memory, barriers": {"kernel": "shared_rotate", "repeat": 2},
+    "shared memory, warps": {"kernel": "shared_in_warp", "repeat": 2},
+    "shared memory, atomics": {"kernel": "shared_counter", "repeat": 2},
+    "shared memory, structures": {"kernel": "shared_structures", "shared": 384},
 }
 
 
@@ -154,6 +159,16 @@ WRONG = {
     "one byte unwritten": ("uninitialised read", {"kernel": "own_bytes_read_words"}),
     "another rank's counter": ("wrong scope", {"kernel": "only_atomics", "ranks": 2}),
     "misaligned": ("misaligned access", {"kernel": "misaligned", "kind": "input"}),
+    "shared memory, no barrier": ("race", {"kernel": "shared_no_barrier"}),
+    "shared memory, no syncwarp": ("race", {"kernel": "shared_no_syncwarp"}),
+    "shared memory, structures": (
+        "race", {"kernel": "shared_structures_no_barrier", "shared": 384},
+    ),
+    "shared memory, unwritten": ("uninitialised read", {"kernel": "shared_unwritten"}),
+    "shared memory, past the end": (
+        "access out of range", {"kernel": "shared_past_the_end", "shared": 252},
+    ),
+    "no wrapper": ("race", {"kernel": "unwrapped", "written": 1024}),
     "past the end": (
         "access out of range", {"kernel": "read_all", "kind": "input", "num_bytes": 1016},
     ),
@@ -167,7 +182,8 @@ def test_wrong_accesses_are_found(case: str) -> None:
         with pytest.raises(CheckFailure) as caught:
             single(**options, seed=seed)  # type: ignore[arg-type]
         assert caught.value.kind == kind
-        assert "area+0x" in caught.value.report
+        where = "shared[block" if case.startswith("shared") else "area+0x"
+        assert where in caught.value.report
         assert str(options["kernel"]) in caught.value.report
 
 

@@ -28,15 +28,25 @@ logger = logging.getLogger(__name__)
 # Products and sums stay separately rounded (contract=off), and memory is looked at as several
 # types (no-strict-aliasing), both as in device code. No -march: the cache may be shared.
 FLAGS: Final = (
-    "-O2", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off",
+    "-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
     "-fno-strict-aliasing", "-fno-math-errno",
 )  # fmt: skip
-PROGRAM_FLAGS: Final = ("-fno-exceptions", "-fno-rtti")
+PROGRAM_FLAGS: Final = ("-fno-exceptions", "-fno-rtti", "-DMOECOMM_EMULATOR_CHECKS=0")
+# The compiler reports every memory access to functions of device_hooks.hpp. Only the compiling
+# step is told: the linking step would add a sanitizer library. -g1: lines, for reports.
+CHECKED_FLAGS: Final = (
+    *PROGRAM_FLAGS[:-1],
+    "-DMOECOMM_EMULATOR_CHECKS=1",
+    "-fsanitize=thread",
+    "-g1",
+)
+# A program uses its own definitions (memcpy, with checks), whatever the process has loaded before.
+LINK_FLAGS: Final = ("-shared", *(("-Wl,-Bsymbolic",) if platform.system() == "Linux" else ()))
 COMPILERS: Final = ("c++", "g++", "clang++")
 COMPILE_TIMEOUT_S: Final = 300.0
 DEVICE_HEADERS: Final = (
-    "abi.hpp", "device_atomics.hpp", "device_math.hpp", "device_memory.hpp", "device_sync.hpp",
-    "device_types.hpp", "emulator.hpp",
+    "abi.hpp", "device_atomics.hpp", "device_hooks.hpp", "device_math.hpp", "device_memory.hpp",
+    "device_sync.hpp", "device_types.hpp", "emulator.hpp",
 )  # fmt: skip
 
 
@@ -75,7 +85,7 @@ def build_program(source: str, name: str, *, checks: bool) -> Path:
     Raises:
         CompileError: no compiler, or it refuses; holds its log and the path of the kept source.
     """
-    flags = (*FLAGS, *PROGRAM_FLAGS, f"-DMOECOMM_EMULATOR_CHECKS={int(checks)}")
+    flags = (*FLAGS, *(CHECKED_FLAGS if checks else PROGRAM_FLAGS))
     return _build(source, name, flags, DEVICE_HEADERS)
 
 
@@ -115,10 +125,17 @@ def _compile(
 ) -> None:
     source_path = output.parent / f"{name}.cpp"
     source_path.write_text(source, encoding="utf-8")
-    command = [
-        *compiler, *flags, "-I", str(include_dir()), "-o", str(output), str(source_path), "-lm",
-    ]  # fmt: skip
-    logger.debug("compiling %s: %s", name, shlex.join(command))
+    obj = str(source_path.with_suffix(".o"))
+    _run(
+        name,
+        source,
+        [*compiler, *flags, "-I", str(include_dir()), "-c", "-o", obj, str(source_path)],
+    )
+    _run(name, source, [*compiler, *LINK_FLAGS, "-o", str(output), obj, "-lm"])
+
+
+def _run(name: str, source: str, command: list[str]) -> None:
+    logger.debug("building %s: %s", name, shlex.join(command))
     try:
         ran = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=COMPILE_TIMEOUT_S

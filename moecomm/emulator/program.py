@@ -107,9 +107,10 @@ def _complete(source: str, kernels: Sequence[str]) -> str:
         lines.append(f'    {{"{kernel}", run_{kernel}, emu::args_bytes({kernel})}},')
     lines += [
         "};",
-        'extern "C" __attribute__((visibility("default")))',
+        'extern "C" __attribute__((visibility("default"), no_sanitize("thread")))',
         "const emu::Kernel* moecomm_emu_kernels(u64* count)",
         "{",
+        "    emu::loaded() = true;",
         f"    *count = {len(kernels)};",
         "    return kernel_table;",
         "}",

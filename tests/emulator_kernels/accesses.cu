@@ -124,3 +124,102 @@ extern "C" __global__ void misaligned(Args a)
 {
     if (number() == 5) ld_v4(a.area + 8);
 }
+
+// ---- shared memory: no wrappers -----------------------------------------------------------------
+extern "C" __global__ void shared_rotate(Args)
+{
+    DYNAMIC_SHARED(u32, shared);
+    shared[threadIdx.x] = threadIdx.x;
+    for (u32 turn = 0; turn < 3; ++turn) {
+        __syncthreads();
+        const u32 next = shared[(threadIdx.x + 1) % blockDim.x];
+        __syncthreads();
+        shared[threadIdx.x] = next;
+    }
+}
+
+extern "C" __global__ void shared_in_warp(Args)
+{
+    DYNAMIC_SHARED(volatile u32, shared);
+    const u32 first = threadIdx.x / 32 * 32;
+    if (threadIdx.x == first) shared[first] = 1;
+    __syncwarp();
+    if (shared[first] != 1) shared[threadIdx.x] = 2;
+    __syncwarp();
+    if (threadIdx.x == first + 31) shared[first] = 3;
+}
+
+extern "C" __global__ void shared_counter(Args)
+{
+    DYNAMIC_SHARED(u32, shared);
+    if (threadIdx.x == 0) *shared = 0;
+    __syncthreads();
+    atomicAdd(shared, 1u);
+    __syncthreads();
+    if (*shared != blockDim.x) shared[1] = 1;
+}
+
+extern "C" __global__ void shared_no_barrier(Args)
+{
+    DYNAMIC_SHARED(volatile u32, shared);
+    shared[threadIdx.x] = threadIdx.x;
+    __syncthreads();
+    shared[threadIdx.x] = 2 * threadIdx.x;
+    if (shared[threadIdx.x ^ 32] == 7) shared[threadIdx.x] = 0;
+}
+
+extern "C" __global__ void shared_no_syncwarp(Args)
+{
+    DYNAMIC_SHARED(volatile u32, shared);
+    shared[threadIdx.x] = threadIdx.x;
+    __syncthreads();
+    if (threadIdx.x == 3) shared[4] = 1;
+    if (threadIdx.x == 4 && shared[4] == 2) shared[4] = 2;
+}
+
+extern "C" __global__ void shared_unwritten(Args)
+{
+    DYNAMIC_SHARED(volatile u32, shared);
+    if (shared[threadIdx.x] == 1) shared[threadIdx.x] = 2;
+}
+
+extern "C" __global__ void shared_past_the_end(Args)
+{
+    DYNAMIC_SHARED(volatile unsigned char, shared);
+    if (threadIdx.x == 0) *(volatile u64*)(shared + 248) = 1;
+}
+
+// Memory that peers share, read without a wrapper.
+extern "C" __global__ void unwrapped(Args a)
+{
+    if (number() == 0) st(words(a), 1u);
+    if (number() == 64 && *(volatile u32*)a.area == 9) st(words(a) + 1, 1u);
+}
+
+struct Row {
+    u32 words[48];
+};
+
+// Whole structures and long runs of zeros, which compilers copy and fill by library calls.
+extern "C" __global__ void shared_structures(Args a)
+{
+    DYNAMIC_SHARED(Row, rows);
+    if (threadIdx.x == 0) {
+        for (u32 i = 0; i < 48 + (u32)a.turn; ++i) rows[0].words[i] = 0;
+    }
+    __syncthreads();
+    if (threadIdx.x == 1) rows[1] = rows[0];
+    __syncthreads();
+    if (rows[1].words[threadIdx.x % 48]) rows[0] = rows[1];
+}
+
+extern "C" __global__ void shared_structures_no_barrier(Args a)
+{
+    DYNAMIC_SHARED(Row, rows);
+    if (threadIdx.x == 0) {
+        for (u32 i = 0; i < 48 + (u32)a.turn; ++i) rows[0].words[i] = 0;
+    }
+    __syncthreads();
+    if (threadIdx.x == 1) rows[1] = rows[0];
+    if (threadIdx.x == 2) rows[0] = Row();
+}

@@ -43,6 +43,8 @@ struct Api {
     void (*atomic_load)(Thread*, const void*, u32 bytes, Order, Scope);
     // True: do the store; false: a fault drops it.
     bool (*atomic_store)(Thread*, void*, u32 bytes, u64 value, Order, Scope);
+    // An access that goes through no wrapper: shared memory, mostly. Checks it only.
+    void (*raw_access)(Thread*, const void*, u32 bytes, bool write);
     // How often to do the read-modify-write: 1, or what a fault says (`value` is added again).
     u32 (*atomic_update)(Thread*, void*, u32 bytes, Order, Scope);
 };
@@ -51,8 +53,10 @@ struct Api {
 struct Thread {
     const Api* api;
     const u64* config;
+    u64 config_bytes;
     void* shared;        // dynamic shared memory of the block
     long long fuel;      // wrapper calls left until the scheduler takes a turn
+    const void* pc;      // kernel code that called the last wrapper; with checks only
     const void* polled;  // last word read by an atomic load: what a stuck thread waits for
     u32 wrote;           // it did something that others may wait for since it was resumed
     u32 lane;
@@ -62,7 +66,7 @@ struct Thread {
     dim3 grid_dim;
 };
 
-inline Thread* self()
+EMU_CALLED Thread* self()
 {
     uintptr_t sp;
 #if defined(__x86_64__)
@@ -75,15 +79,29 @@ inline Thread* self()
     return *reinterpret_cast<Thread**>((sp | (kStackBytes - 1)) + 1 - sizeof(Thread*));
 }
 
+// Where kernel code called the wrapper that this is part of; known with checks only.
+EMU_WITHIN void note_place(Thread* t)
+{
+    if (MOECOMM_EMULATOR_CHECKS) t->pc = __builtin_return_address(0);
+}
+
 // Each wrapper call comes through here: the place where a scheduler may switch threads.
-inline Thread* step()
+EMU_WITHIN Thread* step()
 {
     Thread* t = self();
+    note_place(t);
     if (__builtin_expect(--t->fuel < 0, 0)) t->api->preempt(t);
     return t;
 }
 
-inline const u64* config() { return self()->config; }
+EMU_CALLED const u64* config() { return self()->config; }
+
+// Whether the program is loaded: only then does its code run on fibers.
+EMU_CALLED bool& loaded()
+{
+    static bool flag = false;
+    return flag;
+}
 
 // ---- what a program exports -------------------------------------------------------------------
 struct Kernel {
@@ -97,15 +115,15 @@ constexpr u64 args_bytes(void (*)(Args))
 {
     return sizeof(Args);
 }
-inline u64 args_bytes(void (*)()) { return 0; }
+constexpr u64 args_bytes(void (*)()) { return 0; }
 
 template <class Args>
-void call(void (*kernel)(Args), const void* blob)
+EMU_CALLED void call(void (*kernel)(Args), const void* blob)
 {
     alignas(Args) unsigned char copy[sizeof(Args)];
     __builtin_memcpy(copy, blob, sizeof(Args));  // by value, as a launch does
     kernel(*reinterpret_cast<Args*>(copy));
 }
-inline void call(void (*kernel)(), const void*) { kernel(); }
+EMU_CALLED void call(void (*kernel)(), const void*) { kernel(); }
 
 }  // namespace emu

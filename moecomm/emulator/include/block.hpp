@@ -73,6 +73,7 @@ struct Block {
     u32 capacity = 0;  // of `fibers`
     SharedMemory shared;
 
+    uintptr_t shared_begin() const { return reinterpret_cast<uintptr_t>(fibers[0].shared); }
     u32 num_warps() const { return (num_threads + kWarp - 1) / kWarp; }
 };
 
@@ -121,9 +122,10 @@ inline void prepare_block(Block& b, Launch& launch, u32 number, const Api* api)
         Fiber& f = b.fibers[i];
         f.api = api;
         f.config = launch.config.data();
+        f.config_bytes = launch.config.size() * sizeof(u64);
         f.shared = shared;
         f.fuel = 0;
-        f.polled = nullptr;
+        f.pc = f.polled = nullptr;
         f.wrote = 0;
         f.lane = i % kWarp;
         f.thread_idx = unflatten(i, launch.block);

@@ -57,6 +57,8 @@ public:
                 t.now = next_time_[l.rank];
             }
         history_[l.rank].push_back({next_time_[l.rank], l.name, l.grid, l.block});
+        if (l.shared_bytes)
+            for (const auto& b : l.blocks) watch_shared(*b);
         return true;
     }
 
@@ -75,6 +77,9 @@ public:
         for (ThreadClock* t : all)
             if (t != &host) *t = ThreadClock();
         next_time_[l.rank] = last + 2;
+        if (l.shared_bytes)
+            for (const auto& b : l.blocks)
+                ranges_.remove(b->shared_begin(), b->shared_begin() + l.shared_bytes);
     }
 
     // ---- hosts --------------------------------------------------------------------------------
@@ -84,7 +89,7 @@ public:
     void host_wrote(u32 rank, uintptr_t begin, uintptr_t end)
     {
         ThreadClock& host = slots_.host(rank);
-        shadow_.set_written(begin, end, {host.slot, host.now, 0});
+        shadow_.set_written(begin, end, {host.slot, host.now, 0, 0});
     }
 
     // ---- order --------------------------------------------------------------------------------
@@ -105,6 +110,10 @@ public:
     // ---- data ---------------------------------------------------------------------------------
     bool load(Fiber* f, const void* p, u32 bytes) { return access<false>(f, p, bytes); }
     bool store(Fiber* f, const void* p, u32 bytes) { return access<true>(f, p, bytes); }
+    bool raw_access(Fiber* f, const void* p, u32 bytes, bool write)
+    {
+        return write ? access<true>(f, p, bytes) : access<false>(f, p, bytes);
+    }
 
     // ---- flags and counters -------------------------------------------------------------------
     bool atomic_load(Fiber* f, const void* p, u32 bytes, Order order, Scope scope)
@@ -140,9 +149,21 @@ private:
         dim3 grid, block;
     };
 
+    void watch_shared(const Block& b)
+    {
+        Range r;
+        r.begin = r.origin = b.shared_begin();
+        r.end = r.begin + b.launch->shared_bytes;
+        r.rank = b.launch->rank;
+        r.kind = RangeKind::local;
+        r.name = "shared[block " + std::to_string(b.number) + "]";
+        ranges_.add(r);
+        new_range(r);
+    }
+
     Access now(const Fiber* f) const
     {
-        return {f->clock.slot, f->clock.now, static_cast<u32>(f->epoch)};
+        return {f->clock.slot, f->clock.now, static_cast<u32>(f->epoch), place_of(f->pc)};
     }
 
     void observe(Fiber* f, const AtomicWord& word, Order order)
@@ -285,7 +306,7 @@ private:
         return ranges_.describe(reinterpret_cast<const void*>(at));
     }
 
-    std::string who(const Access& a) const
+    std::string who(const Fiber* f, const Access& a) const
     {
         if (slots_.is_host(a.slot)) return "the host of rank " + std::to_string(a.slot);
         const Slots::Owner owner = slots_.owner(a.slot);
@@ -300,7 +321,7 @@ private:
         std::string text = it->name + " on rank " + std::to_string(owner.rank) + ", block " +
                            triple(b.x, b.y, b.z) + ", thread " + triple(t.x, t.y, t.z);
         if (a.epoch) text += ", epoch " + std::to_string(a.epoch);
-        return text;
+        return text + describe_place(a.place, f->pc);
     }
 
     bool violate(FailureKind kind, std::string text)
@@ -317,7 +338,7 @@ private:
         return violate(FailureKind::race,
                        std::string(how) + what + " of " + place(at) + " is not ordered after the " +
                            other_what + " of it\n  " + what + ": " + describe_thread(*f) + "\n  " +
-                           other_what + ": " + who(other));
+                           other_what + ": " + who(f, other));
     }
 
     bool uninitialised(Fiber* f, uintptr_t at)
@@ -332,7 +353,7 @@ private:
         return violate(FailureKind::stale,
                        "read of " + place(at) + ", which holds data of epoch " +
                            std::to_string(write.epoch) + "\n  read: " + describe_thread(*f) +
-                           "\n  write: " + who(write));
+                           "\n  write: " + who(f, write));
     }
 
     bool wrong_scope(Fiber* f, const void* p)

@@ -10,7 +10,7 @@ namespace emu {
 
 // Applies `next(old)` to *p until no other process came between. Returns the old value.
 template <class T, class Next>
-inline T update(T* p, Order order, Scope scope, Next next)
+EMU_WITHIN T update(T* p, Order order, Scope scope, Next next)
 {
     before_update(step(), p, sizeof(T), order, scope);
     T old = __atomic_load_n(p, __ATOMIC_RELAXED);
@@ -21,7 +21,7 @@ inline T update(T* p, Order order, Scope scope, Next next)
 }
 
 template <class T>
-inline T add(T* p, T v)
+EMU_WITHIN T add(T* p, T v)
 {
     Thread* t = step();
     before_update(t, p, sizeof(T), Order::relaxed, Scope::device);
@@ -29,7 +29,7 @@ inline T add(T* p, T v)
 }
 
 template <class F, class Bits>
-inline F add_float(F* p, F v)
+EMU_WITHIN F add_float(F* p, F v)
 {
     const Bits old = update(reinterpret_cast<Bits*>(p), Order::relaxed, Scope::device,
                             [v](Bits bits) {
@@ -46,19 +46,19 @@ inline F add_float(F* p, F v)
 
 }  // namespace emu
 
-inline int atomicAdd(int* p, int v) { return emu::add(p, v); }
-inline unsigned atomicAdd(unsigned* p, unsigned v) { return emu::add(p, v); }
-inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long v)
+EMU_CALLED int atomicAdd(int* p, int v) { return emu::add(p, v); }
+EMU_CALLED unsigned atomicAdd(unsigned* p, unsigned v) { return emu::add(p, v); }
+EMU_CALLED unsigned long long atomicAdd(unsigned long long* p, unsigned long long v)
 {
     return emu::add(p, v);
 }
-inline float atomicAdd(float* p, float v) { return emu::add_float<float, u32>(p, v); }
-inline double atomicAdd(double* p, double v) { return emu::add_float<double, u64>(p, v); }
-inline int atomicSub(int* p, int v) { return emu::add(p, -v); }
-inline unsigned atomicSub(unsigned* p, unsigned v) { return emu::add(p, 0u - v); }
+EMU_CALLED float atomicAdd(float* p, float v) { return emu::add_float<float, u32>(p, v); }
+EMU_CALLED double atomicAdd(double* p, double v) { return emu::add_float<double, u64>(p, v); }
+EMU_CALLED int atomicSub(int* p, int v) { return emu::add(p, -v); }
+EMU_CALLED unsigned atomicSub(unsigned* p, unsigned v) { return emu::add(p, 0u - v); }
 
 #define MOECOMM_EMU_ATOMIC(name, T, expression)                                       \
-    inline T name(T* p, T v)                                                          \
+    EMU_CALLED T name(T* p, T v)                                                          \
     {                                                                                 \
         return emu::update(p, emu::Order::relaxed, emu::Scope::device, [v](T old) {   \
             return static_cast<T>(expression);                                        \
@@ -81,7 +81,7 @@ MOECOMM_EMU_ATOMIC(atomicDec, unsigned, old == 0 || old > v ? v : old - 1u)
 #undef MOECOMM_EMU_ATOMIC
 
 #define MOECOMM_EMU_CAS(T)                                                                \
-    inline T atomicCAS(T* p, T compare, T v)                                              \
+    EMU_CALLED T atomicCAS(T* p, T compare, T v)                                              \
     {                                                                                     \
         emu::before_update(emu::step(), p, sizeof(T), emu::Order::relaxed,                \
                            emu::Scope::device);                                           \
@@ -95,13 +95,13 @@ MOECOMM_EMU_CAS(unsigned long long)
 #undef MOECOMM_EMU_CAS
 
 // ---- wrappers of the kernels ----------------------------------------------------------------------
-inline u32 atomic_inc_acq_rel_gpu(u32* p, u32 wrap)
+EMU_CALLED u32 atomic_inc_acq_rel_gpu(u32* p, u32 wrap)
 {
     return emu::update(p, emu::Order::acq_rel, emu::Scope::device,
                        [wrap](u32 old) { return old >= wrap ? 0u : old + 1u; });
 }
 
-inline u64 cas_relaxed_sys(u64* p, u64 compare, u64 value)
+EMU_CALLED u64 cas_relaxed_sys(u64* p, u64 compare, u64 value)
 {
     emu::before_update(emu::step(), p, 8, emu::Order::relaxed, emu::Scope::system);
     __atomic_compare_exchange_n(p, &compare, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);

@@ -11,26 +11,26 @@
 
 namespace emu {
 
-inline void before_load(Thread* t, const void* p, u32 bytes, Order order, Scope scope)
+EMU_WITHIN void before_load(Thread* t, const void* p, u32 bytes, Order order, Scope scope)
 {
     t->polled = p;
     if (MOECOMM_EMULATOR_CHECKS) t->api->atomic_load(t, p, bytes, order, scope);
 }
 
-inline bool before_store(Thread* t, void* p, u32 bytes, u64 value, Order order, Scope scope)
+EMU_WITHIN bool before_store(Thread* t, void* p, u32 bytes, u64 value, Order order, Scope scope)
 {
     t->wrote = 1;
     return !MOECOMM_EMULATOR_CHECKS || t->api->atomic_store(t, p, bytes, value, order, scope);
 }
 
-inline u32 before_update(Thread* t, void* p, u32 bytes, Order order, Scope scope)
+EMU_WITHIN u32 before_update(Thread* t, void* p, u32 bytes, Order order, Scope scope)
 {
     t->wrote = 1;
     return MOECOMM_EMULATOR_CHECKS ? t->api->atomic_update(t, p, bytes, order, scope) : 1;
 }
 
 template <class T>
-inline T load(const T* p)
+EMU_WITHIN T load(const T* p)
 {
     static_assert(sizeof(T) <= 16, "at most 16 bytes an access");
     Thread* t = step();
@@ -43,7 +43,7 @@ inline T load(const T* p)
 }
 
 template <class T>
-inline void store(T* p, T v)
+EMU_WITHIN void store(T* p, T v)
 {
     static_assert(sizeof(T) <= 16, "at most 16 bytes an access");
     Thread* t = step();
@@ -62,31 +62,31 @@ struct NoDeduction {
 }  // namespace emu
 
 // ---- flags: 8-byte words, system scope ----------------------------------------------------------
-inline u64 ld_acquire_sys(const u64* p)
+EMU_CALLED u64 ld_acquire_sys(const u64* p)
 {
     emu::before_load(emu::step(), p, 8, emu::Order::acquire, emu::Scope::system);
     return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
 
-inline u64 ld_relaxed_sys(const u64* p)
+EMU_CALLED u64 ld_relaxed_sys(const u64* p)
 {
     emu::before_load(emu::step(), p, 8, emu::Order::relaxed, emu::Scope::system);
     return __atomic_load_n(p, __ATOMIC_RELAXED);
 }
 
-inline void st_release_sys(u64* p, u64 v)
+EMU_CALLED void st_release_sys(u64* p, u64 v)
 {
     if (emu::before_store(emu::step(), p, 8, v, emu::Order::release, emu::Scope::system))
         __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
 
-inline void st_relaxed_sys(u64* p, u64 v)
+EMU_CALLED void st_relaxed_sys(u64* p, u64 v)
 {
     if (emu::before_store(emu::step(), p, 8, v, emu::Order::relaxed, emu::Scope::system))
         __atomic_store_n(p, v, __ATOMIC_RELAXED);
 }
 
-inline void red_release_sys_add(u64* p, u64 v)
+EMU_CALLED void red_release_sys_add(u64* p, u64 v)
 {
     u32 times = emu::before_update(emu::step(), p, 8, emu::Order::release, emu::Scope::system);
     for (; times; --times) __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
@@ -94,71 +94,77 @@ inline void red_release_sys_add(u64* p, u64 v)
 
 // ---- data ---------------------------------------------------------------------------------------
 template <class T>
-inline T ld(const T* p)
+EMU_CALLED T ld(const T* p)
 {
     return emu::load(p);
 }
 
 template <class T>
-inline void st(T* p, typename emu::NoDeduction<T>::type v)
+EMU_CALLED void st(T* p, typename emu::NoDeduction<T>::type v)
 {
     emu::store(p, v);
 }
 
-inline uint4 ld_v4(const void* p) { return emu::load(static_cast<const uint4*>(p)); }
-inline void st_v4(void* p, uint4 v) { emu::store(static_cast<uint4*>(p), v); }
+EMU_CALLED uint4 ld_v4(const void* p) { return emu::load(static_cast<const uint4*>(p)); }
+EMU_CALLED void st_v4(void* p, uint4 v) { emu::store(static_cast<uint4*>(p), v); }
 
 template <class T>
-inline T __ldg(const T* p)
+EMU_CALLED T __ldg(const T* p)
 {
     return emu::load(p);
 }
 
 // ---- fences ---------------------------------------------------------------------------------------
-inline void __threadfence_system()
+EMU_CALLED void __threadfence_system()
 {
     emu::Thread* t = emu::step();
     t->api->fence(t, emu::Scope::system);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
-inline void __threadfence()
+EMU_CALLED void __threadfence()
 {
     emu::Thread* t = emu::step();
     t->api->fence(t, emu::Scope::device);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
-inline void __threadfence_block() { __threadfence(); }
+EMU_CALLED void __threadfence_block()
+{
+    emu::Thread* t = emu::step();
+    t->api->fence(t, emu::Scope::device);
+}
 
 // ---- waiting --------------------------------------------------------------------------------------
-inline u64 global_timer_ns()
+EMU_CALLED u64 global_timer_ns()
 {
     emu::Thread* t = emu::step();
     return t->api->time_ns(t);
 }
 
 // One turn of a waiting loop: lets others run. Always true: look at the clock and the abort word.
-inline bool poll_pause(u32)
+EMU_CALLED bool poll_pause(u32)
 {
     emu::Thread* t = emu::self();
+    emu::note_place(t);
     t->api->poll(t);
     return true;
 }
 
-inline void __nanosleep(unsigned int)
+EMU_CALLED void __nanosleep(unsigned int)
 {
     emu::Thread* t = emu::self();
+    emu::note_place(t);
     t->api->poll(t);
 }
 
 // This thread works for `epoch`: what it reads from "symmetric" ranges must be of that epoch.
-inline void note_epoch(u64 epoch)
+EMU_CALLED void note_epoch(u64 epoch)
 {
     emu::Thread* t = emu::self();
     t->api->note_epoch(t, epoch);
 }
 
 // This thread is about to wait for *address to reach `expected`; only reports use it.
-inline void note_wait(const u64* address, u64 expected)
+EMU_CALLED void note_wait(const u64* address, u64 expected)
 {
     emu::Thread* t = emu::self();
     t->api->note_wait(t, address, expected);

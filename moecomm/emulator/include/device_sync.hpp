@@ -11,20 +11,22 @@
 
 namespace emu {
 
-inline u64 block_barrier(BarrierOp op, u32 predicate)
+EMU_WITHIN u64 block_barrier(BarrierOp op, u32 predicate)
 {
     Thread* t = self();
+    note_place(t);
     return t->api->block_barrier(t, op, predicate);
 }
 
-inline u64 warp(WarpOp op, u32 mask, u64 value, u32 source_lane = 0)
+EMU_WITHIN u64 warp(WarpOp op, u32 mask, u64 value, u32 source_lane = 0)
 {
     Thread* t = self();
+    note_place(t);
     return t->api->warp(t, op, mask, value, source_lane);
 }
 
 template <class T>
-inline u64 to_bits(T v)
+EMU_WITHIN u64 to_bits(T v)
 {
     static_assert(sizeof(T) <= 8, "warp collectives move at most 8 bytes");
     u64 bits = 0;
@@ -33,7 +35,7 @@ inline u64 to_bits(T v)
 }
 
 template <class T>
-inline T from_bits(u64 bits)
+EMU_WITHIN T from_bits(u64 bits)
 {
     T v;
     memcpy(&v, &bits, sizeof v);
@@ -41,15 +43,15 @@ inline T from_bits(u64 bits)
 }
 
 // The lane a shuffle reads from. Out of the segment: its own.
-inline u32 clamp_up(u32 lane, u32 delta, u32 width)
+EMU_WITHIN u32 clamp_up(u32 lane, u32 delta, u32 width)
 {
     return lane % width < delta ? lane : lane - delta;
 }
-inline u32 clamp_down(u32 lane, u32 delta, u32 width)
+EMU_WITHIN u32 clamp_down(u32 lane, u32 delta, u32 width)
 {
     return lane % width + delta >= width ? lane : lane + delta;
 }
-inline u32 clamp_xor(u32 lane, u32 bits, u32 width)
+EMU_WITHIN u32 clamp_xor(u32 lane, u32 bits, u32 width)
 {
     const u32 other = (lane ^ bits) & 31u;
     return other >= lane / width * width + width ? lane : other;
@@ -57,18 +59,18 @@ inline u32 clamp_xor(u32 lane, u32 bits, u32 width)
 
 }  // namespace emu
 
-inline void __syncthreads() { emu::block_barrier(emu::BarrierOp::plain, 0); }
-inline int __syncthreads_or(int p) { return (int)emu::block_barrier(emu::BarrierOp::any, p != 0); }
-inline int __syncthreads_and(int p) { return (int)emu::block_barrier(emu::BarrierOp::all, p != 0); }
-inline int __syncthreads_count(int p)
+EMU_CALLED void __syncthreads() { emu::block_barrier(emu::BarrierOp::plain, 0); }
+EMU_CALLED int __syncthreads_or(int p) { return (int)emu::block_barrier(emu::BarrierOp::any, p != 0); }
+EMU_CALLED int __syncthreads_and(int p) { return (int)emu::block_barrier(emu::BarrierOp::all, p != 0); }
+EMU_CALLED int __syncthreads_count(int p)
 {
     return (int)emu::block_barrier(emu::BarrierOp::count, p != 0);
 }
 
-inline void __syncwarp(unsigned mask = 0xffffffffu) { emu::warp(emu::WarpOp::sync, mask, 0); }
+EMU_CALLED void __syncwarp(unsigned mask = 0xffffffffu) { emu::warp(emu::WarpOp::sync, mask, 0); }
 
 template <class T>
-inline T __shfl_sync(unsigned mask, T v, int lane, int width = 32)
+EMU_CALLED T __shfl_sync(unsigned mask, T v, int lane, int width = 32)
 {
     const u32 own = emu::self()->lane, w = (u32)width;
     const u32 from = own / w * w + (u32)lane % w;
@@ -76,41 +78,41 @@ inline T __shfl_sync(unsigned mask, T v, int lane, int width = 32)
 }
 
 template <class T>
-inline T __shfl_up_sync(unsigned mask, T v, unsigned delta, int width = 32)
+EMU_CALLED T __shfl_up_sync(unsigned mask, T v, unsigned delta, int width = 32)
 {
     const u32 from = emu::clamp_up(emu::self()->lane, delta, (u32)width);
     return emu::from_bits<T>(emu::warp(emu::WarpOp::shuffle_up, mask, emu::to_bits(v), from));
 }
 
 template <class T>
-inline T __shfl_down_sync(unsigned mask, T v, unsigned delta, int width = 32)
+EMU_CALLED T __shfl_down_sync(unsigned mask, T v, unsigned delta, int width = 32)
 {
     const u32 from = emu::clamp_down(emu::self()->lane, delta, (u32)width);
     return emu::from_bits<T>(emu::warp(emu::WarpOp::shuffle_down, mask, emu::to_bits(v), from));
 }
 
 template <class T>
-inline T __shfl_xor_sync(unsigned mask, T v, int bits, int width = 32)
+EMU_CALLED T __shfl_xor_sync(unsigned mask, T v, int bits, int width = 32)
 {
     const u32 from = emu::clamp_xor(emu::self()->lane, (u32)bits, (u32)width);
     return emu::from_bits<T>(emu::warp(emu::WarpOp::shuffle_xor, mask, emu::to_bits(v), from));
 }
 
-inline unsigned __ballot_sync(unsigned mask, int p)
+EMU_CALLED unsigned __ballot_sync(unsigned mask, int p)
 {
     return (unsigned)emu::warp(emu::WarpOp::ballot, mask, p != 0);
 }
-inline int __any_sync(unsigned mask, int p) { return (int)emu::warp(emu::WarpOp::any, mask, p != 0); }
-inline int __all_sync(unsigned mask, int p) { return (int)emu::warp(emu::WarpOp::all, mask, p != 0); }
+EMU_CALLED int __any_sync(unsigned mask, int p) { return (int)emu::warp(emu::WarpOp::any, mask, p != 0); }
+EMU_CALLED int __all_sync(unsigned mask, int p) { return (int)emu::warp(emu::WarpOp::all, mask, p != 0); }
 
 template <class T>
-inline unsigned __match_any_sync(unsigned mask, T v)
+EMU_CALLED unsigned __match_any_sync(unsigned mask, T v)
 {
     return (unsigned)emu::warp(emu::WarpOp::match_any, mask, emu::to_bits(v));
 }
 
 template <class T>
-inline unsigned __match_all_sync(unsigned mask, T v, int* all)
+EMU_CALLED unsigned __match_all_sync(unsigned mask, T v, int* all)
 {
     const unsigned lanes = (unsigned)emu::warp(emu::WarpOp::match_all, mask, emu::to_bits(v));
     *all = lanes != 0;
@@ -119,7 +121,7 @@ inline unsigned __match_all_sync(unsigned mask, T v, int* all)
 
 // 32-bit reductions (compute capability 8.0). min and max go by the type's signedness.
 #define MOECOMM_EMU_REDUCE(name, T, op, offset)                                            \
-    inline T name(unsigned mask, T v)                                                      \
+    EMU_CALLED T name(unsigned mask, T v)                                                      \
     {                                                                                      \
         return (T)((u32)emu::warp(emu::WarpOp::op, mask, (u32)v ^ offset) ^ offset);       \
     }

@@ -4,6 +4,21 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#ifndef MOECOMM_EMULATOR_CHECKS
+#define MOECOMM_EMULATOR_CHECKS 0
+#endif
+
+// With checks on, programs are compiled with the compiler's thread-sanitizer instrumentation, whose
+// calls device_hooks.hpp receives. The emulator's own functions are not to be instrumented, and what
+// kernels call (EMU_CALLED) stays a call: its return address is the place that reports name.
+#if MOECOMM_EMULATOR_CHECKS
+#define EMU_CALLED inline __attribute__((no_sanitize("thread"), noinline))
+#define EMU_WITHIN inline __attribute__((no_sanitize("thread"), always_inline))
+#else
+#define EMU_CALLED inline
+#define EMU_WITHIN inline
+#endif
+
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;

@@ -4,14 +4,11 @@
 // by the runtime's checks and faults; without it a wrapper is the plain instruction.
 #pragma once
 
-#ifndef MOECOMM_EMULATOR_CHECKS
-#define MOECOMM_EMULATOR_CHECKS 0
-#endif
-
 #include "abi.hpp"
 #include "device_types.hpp"
 
 #include "device_atomics.hpp"
+#include "device_hooks.hpp"
 #include "device_math.hpp"
 #include "device_memory.hpp"
 #include "device_sync.hpp"

@@ -3,6 +3,8 @@
 
 #include "block.hpp"
 
+#include <dlfcn.h>
+
 #include <cstdio>
 #include <string>
 
@@ -40,6 +42,25 @@ inline std::string triple(u32 x, u32 y, u32 z)
     return text;
 }
 
+// Code addresses are kept as 32 bits: programs are loaded close to each other.
+inline u32 place_of(const void* pc) { return static_cast<u32>(reinterpret_cast<uintptr_t>(pc)); }
+
+// " at [/path/of/program.so+0x1234]", which the host turns into file and line. `near`: code of the
+// same or another program.
+inline std::string describe_place(u32 place, const void* near)
+{
+    if (!place || !near) return "";
+    const u64 high = reinterpret_cast<uintptr_t>(near) >> 32;
+    for (const u64 h : {high, high - 1, high + 1}) {
+        const uintptr_t pc = static_cast<uintptr_t>(h << 32 | place) - 1;  // the call, not behind it
+        Dl_info info;
+        if (!dladdr(reinterpret_cast<void*>(pc), &info) || !info.dli_fname) continue;
+        return std::string(" at [") + info.dli_fname + "+" +
+               hex(pc - reinterpret_cast<uintptr_t>(info.dli_fbase)) + "]";
+    }
+    return "";
+}
+
 inline std::string describe_block(const Block& b)
 {
     const uint3 i = unflatten(b.number, b.launch->grid);
@@ -52,7 +73,7 @@ inline std::string describe_thread(const Fiber& f)
     std::string text = describe_block(*f.block) + ", thread " +
                        triple(f.thread_idx.x, f.thread_idx.y, f.thread_idx.z);
     if (f.epoch) text += ", epoch " + std::to_string(f.epoch);
-    return text;
+    return text + describe_place(place_of(f.pc), f.pc);
 }
 
 }  // namespace emu

@@ -23,18 +23,19 @@ inline std::string describe_poll(World& w, const Fiber& f)
 
 inline std::string describe_wait(World& w, const Fiber& f)
 {
+    const std::string place = describe_place(place_of(f.pc), f.pc);
     switch (f.state) {
         case State::at_barrier:
-            return std::string("wait in ") + name_of(f.block->barrier.op);
+            return std::string("wait in ") + name_of(f.block->barrier.op) + place;
         case State::at_warp: {
             const Warp& warp = f.block->warps[f.index / kWarp];
             for (u32 g = 0; g < warp.num_groups; ++g)
                 if (warp.groups[g].arrived >> f.lane & 1)
                     return std::string("wait in ") + name_of(warp.groups[g].op) + " with mask " +
-                           hex(warp.groups[g].mask);
+                           hex(warp.groups[g].mask) + place;
             return "wait in a warp collective";
         }
-        case State::polling: return describe_poll(w, f);
+        case State::polling: return describe_poll(w, f) + place;
         case State::fresh: return "have not begun";
         default: return "can run";
     }

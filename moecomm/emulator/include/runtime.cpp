@@ -51,6 +51,10 @@ bool api_atomic_store(Thread* t, void* p, u32 bytes, u64 value, Order order, Sco
 {
     return fiber(t)->world->atomic_store(fiber(t), p, bytes, value, order, scope);
 }
+void api_raw_access(Thread* t, const void* p, u32 bytes, bool write)
+{
+    fiber(t)->world->raw_access(fiber(t), p, bytes, write);
+}
 u32 api_atomic_update(Thread* t, void* p, u32 bytes, Order order, Scope scope)
 {
     return fiber(t)->world->atomic_update(fiber(t), p, bytes, order, scope);
@@ -61,7 +65,7 @@ u32 api_atomic_update(Thread* t, void* p, u32 bytes, Order order, Scope scope)
 const Api kApi = {
     api_block_barrier, api_warp, api_preempt, api_poll, api_time_ns, api_note_epoch,
     api_note_wait, api_fence, api_data_load, api_data_store, api_atomic_load, api_atomic_store,
-    api_atomic_update,
+    api_raw_access, api_atomic_update,
 };
 
 }  // namespace emu

@@ -20,6 +20,7 @@ struct Access {
     u32 slot = kNobody;
     u32 time = 0;
     u32 epoch = 0;  // low half of what the thread noted; 0: none
+    u32 place = 0;  // low half of the address of the code
 };
 
 constexpr u32 kGranule = 4;

@@ -93,6 +93,7 @@ struct World {
     void atomic_load(Fiber* f, const void* p, u32 bytes, Order order, Scope scope);
     bool atomic_store(Fiber* f, void* p, u32 bytes, u64 value, Order order, Scope scope);
     u32 atomic_update(Fiber* f, void* p, u32 bytes, Order order, Scope scope);
+    void raw_access(Fiber* f, const void* p, u32 bytes, bool write);
     void fence(Fiber* f);
     void finish(Fiber* f);
     // Ends the run. Set failure.text before: nothing on this stack is destroyed.
@@ -496,6 +497,12 @@ inline u32 World::atomic_update(Fiber* f, void* p, u32 bytes, Order order, Scope
     }
     if (checks) verify(checks->atomic_update(f, p, bytes, order, scope), f);
     return times;
+}
+
+inline void World::raw_access(Fiber* f, const void* p, u32 bytes, bool write)
+{
+    if (!f->delayed.empty()) f->delayed.let_out(p, bytes);
+    if (checks) verify(checks->raw_access(f, p, bytes, write), f);
 }
 
 inline void World::fence(Fiber* f)
