@@ -40,6 +40,8 @@ CHECKED_FLAGS: Final = (
     "-fsanitize=thread",
     "-g1",
 )
+# clang instruments atomic operations even where it is told not to instrument.
+CHECKED_CLANG_FLAGS: Final = ("-mllvm", "-tsan-instrument-atomics=0")
 # A program uses its own definitions (memcpy, with checks), whatever the process has loaded before.
 LINK_FLAGS: Final = ("-shared", *(("-Wl,-Bsymbolic",) if platform.system() == "Linux" else ()))
 COMPILERS: Final = ("c++", "g++", "clang++")
@@ -86,6 +88,8 @@ def build_program(source: str, name: str, *, checks: bool) -> Path:
         CompileError: no compiler, or it refuses; holds its log and the path of the kept source.
     """
     flags = (*FLAGS, *(CHECKED_FLAGS if checks else PROGRAM_FLAGS))
+    if checks and "clang" in _compiler_version(find_compiler()):
+        flags = (*flags, *CHECKED_CLANG_FLAGS)
     return _build(source, name, flags, DEVICE_HEADERS)
 
 
