@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
-from typing import Any
+import os
+import resource
+from pathlib import Path
+from typing import Any, Final
 
 from moecomm import env
+from moecomm.agreement import together
 from moecomm.arena import Arena
 from moecomm.arrays import Device, Kind
+from moecomm.errors import OutOfMemory
 from moecomm.group import Group
 from moecomm.kernels.args import STATUS_BYTES, ArgBlock, Status
 from moecomm.kernels.emulated import EmulatedKernels
@@ -16,12 +22,21 @@ from moecomm.layout import Layout
 from moecomm.runtime.base import POISON, as_stream
 from moecomm.transport import open_memory
 
+SETUP_S: Final = 60.0  # at least: a peer may be compiling its kernels
+
 
 class HostMemory:
-    """Zeroed, page-aligned memory of this process; pages exist once they are touched."""
+    """Zeroed, page-aligned memory of this process; pages exist once they are touched.
+
+    Raises:
+        OutOfMemory: so many bytes cannot be mapped.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
+        try:
+            self._map = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
+        except (OSError, OverflowError) as error:
+            raise OutOfMemory(nbytes, _free_bytes(), "this machine") from error
         self._anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._anchor)
 
@@ -35,11 +50,10 @@ class CpuRuntime:
     def __init__(self, layout: Layout, group: Group, transport: str) -> None:
         self._layout = layout
         self._simulation = group.simulation
-        self._kernels = EmulatedKernels(layout, group.simulation)
+        # What one rank may fail in alone comes before what all do together.
+        together(group, "load", self._load, max(layout.cfg.timeout_s, SETUP_S))
         self._memory = open_memory(transport, group)
         self._symmetric = self._memory.allocate(layout.symmetric.nbytes).address
-        self._local = HostMemory(layout.local.nbytes)
-        self._status = HostMemory(STATUS_BYTES)
         self._statuses = list((Status * 3).from_address(self._status.address))
         self._connect(group)
         self._register(group.rank)
@@ -95,6 +109,12 @@ class CpuRuntime:
         self._kernels.close()
         self._memory.close()
 
+    def _load(self) -> bool:
+        self._kernels = EmulatedKernels(self._layout, self._simulation)
+        self._local = HostMemory(self._layout.local.nbytes)
+        self._status = HostMemory(STATUS_BYTES)
+        return True
+
     def _connect(self, group: Group) -> None:
         peers = (ctypes.c_uint64 * group.size).from_address(
             self.local + self._layout.local["peers"].offset
@@ -128,3 +148,14 @@ def _fill(base: int, arena: Arena) -> None:
     for region in arena:
         if region.poison:
             ctypes.memset(base + region.offset, POISON, region.nbytes)
+
+
+def _free_bytes() -> int:
+    """What the machine has left, or what this process may still map, where that is less."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    with contextlib.suppress(OSError):
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        if limit != resource.RLIM_INFINITY:
+            free = min(free, max(0, limit - mapped))
+    return free
