@@ -8,7 +8,11 @@
 #include <cstddef>
 #include <cstdint>
 
-#if !defined(__x86_64__) && !defined(__aarch64__)
+// MOECOMM_EMULATOR_UCONTEXT: use the fallback anyway, to test it.
+#if (defined(__x86_64__) || defined(__aarch64__)) && !defined(MOECOMM_EMULATOR_UCONTEXT)
+#define MOECOMM_EMU_ASSEMBLY 1
+#else
+#define MOECOMM_EMU_ASSEMBLY 0
 #include <ucontext.h>
 #endif
 
@@ -16,7 +20,7 @@ namespace emu {
 
 typedef void (*StackMain)();
 
-#if defined(__x86_64__) || defined(__aarch64__)
+#if MOECOMM_EMU_ASSEMBLY
 
 #if defined(__APPLE__)
 #define MOECOMM_EMU_SYMBOL(name) "_" #name

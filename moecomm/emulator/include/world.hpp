@@ -337,10 +337,10 @@ inline Event World::step(u64 wall_ns, u64 deadline_ns)
             return Event::died;
         }
         if (deadline_ns && time_ns() >= deadline_ns) return Event::deadline;
-        if (steps < stop_at_) {
+        if (!f && steps < stop_at_) {
             const Event e = idle(deadline_ns);
             if (e != Event::budget) return e;
-        } else if (steps == options.max_steps) {
+        } else if (options.max_steps && steps >= options.max_steps) {
             stuck(FailureKind::step_limit);
             return Event::failed;
         }
