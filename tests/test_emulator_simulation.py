@@ -237,7 +237,7 @@ def test_misuse_is_refused() -> None:
     assert simulation.run(lambda rank: rank) == [0]
     with pytest.raises(StateError, match="once"):
         simulation.run(lambda rank: rank)
-    with pytest.raises(StateError, match="over"):
+    with pytest.raises(StateError, match="closed"):
         simulation.register(0, 4096, 16, "local", "late")
     with pytest.raises(ConfigError, match="num_ranks=0"):
         Simulation(0)

@@ -1,5 +1,7 @@
 // The runtime as a shared object: its C interface, called through ctypes, and the table of calls
 // that device code makes.
+#include "accesses.hpp"
+#include "rendezvous.hpp"
 #include "report.hpp"
 #include "world.hpp"
 
