@@ -33,6 +33,9 @@ _COMMANDS: Final = {
     "compile": _Entry(
         "moecomm.cli.compile", "compile_kernels", "Compile every kernel; show registers and spills."
     ),
+    "bench": _Entry(
+        "moecomm.cli.bench", "bench", "Time dispatch and combine on this machine's GPUs."
+    ),
     "fuzz": _Entry(
         "moecomm.cli.fuzz", "fuzz", "Run the kernels in the emulator over many interleavings."
     ),

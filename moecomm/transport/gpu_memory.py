@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from moecomm.errors import ConfigError, MoecommError, StateError, TransportError
 from moecomm.group import DEFAULT_TIMEOUT_S, Group
@@ -78,7 +78,7 @@ class GpuMemory:
             self._let_go(dict(enumerate(self._pages.popitem()[1])))
         self._group.close()
 
-    def __enter__(self) -> GpuMemory:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
