@@ -1,0 +1,69 @@
+"""docs/reports.md: every report has its tests, and they exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs" / "reports.md"
+# The reports that bear on what this version does. Numbers that are missing were withdrawn.
+ROWS = {
+    "A": "02 03 04 05 06 08 09 10 12 13 14 16 17 18 19 20 21 22 23 24 26 27",
+    "B": "01 02 04 05 06 07 09 10 12 13 14",
+    "C": "02 03 04 05 06 07 08 09 10 11 12 13",
+    "D": "01 03 04 05 07 08 09 10 11 12 13 14 15 16 17 18",
+    "G": "01 02 03 04 05 06 07 08 09 10 11",
+}
+EXPECTED = [letter + number for letter, numbers in ROWS.items() for number in numbers.split()]
+
+
+def rows() -> dict[str, str]:
+    """Row → its cell of tests."""
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
+    return {row[0]: row[3] for row in cells if re.fullmatch(r"[A-Z]\d\d", row[0])}
+
+
+@cache
+def functions(module: str) -> frozenset[str]:
+    path = ROOT / "tests" / f"test_{module}.py"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return frozenset(n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
+
+
+def test_every_report_has_a_row() -> None:
+    assert list(rows()) == EXPECTED
+
+
+@pytest.mark.parametrize("row", EXPECTED)
+def test_a_row_names_tests_that_exist_or_what_it_needs(row: str) -> None:
+    cell = rows()[row]
+    named = re.findall(r"`(\w+)::(\w+)`", cell)
+    for module, name in named:
+        assert name in functions(module), f"{module}::{name}"
+    assert named or re.match(r"needs .*(GPU|NIC)", cell)
+
+
+def test_tests_that_carry_a_row_are_in_it() -> None:
+    """``test_a02_a04_...`` is named in rows A02 and A04."""
+    table = rows()
+    for path in sorted((ROOT / "tests").glob("test_*.py")):
+        module = path.stem.removeprefix("test_")
+        for name in functions(module):
+            prefix = re.match(r"test((?:_[abcdg]\d\d)+)_", name)
+            for row in prefix.group(1).upper().split("_")[1:] if prefix else []:
+                assert f"{module}::{name}" in table[row], f"{row} lacks {module}::{name}"
+
+
+def test_g11_the_readme_answers_what_others_had_to_ask() -> None:
+    """Must caps be equal? What needs root or a reboot? Which NICs? How to check an install?"""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    questions = re.findall(r"^\*\*(.+\?)\*\*", readme, re.MULTILINE)
+    for words in ("equal on all ranks", "root", "NICs", "check an installation", "rank dies"):
+        assert any(words in question for question in questions), words
+    assert re.search(r"check an installation\?\*\* `moecomm doctor`", readme)
