@@ -71,29 +71,33 @@ def device_count() -> int:
 
 
 @functools.cache
-def open_device(index: int) -> tuple[Any, Any]:
-    """The device and its primary context.
+def device(index: int) -> Any:
+    """The device, without a context on it.
 
     Raises:
         ConfigError: no such device.
     """
-    cu = driver()
     count = device_count()
     if index >= count:
         raise ConfigError(f"device='cuda:{index}': this process sees {count} GPUs")
-    device = call(cu.cuDeviceGet, index)
-    return device, call(cu.cuDevicePrimaryCtxRetain, device)
+    return call(driver().cuDeviceGet, index)
+
+
+@functools.cache
+def context(index: int) -> Any:
+    """The device's primary context, which takes hundreds of MiB of it."""
+    return call(driver().cuDevicePrimaryCtxRetain, device(index))
 
 
 @contextlib.contextmanager
 def current(index: int) -> Iterator[Any]:
     """The driver, with the device's primary context current; afterwards the caller's is again."""
     cu = driver()
-    context = open_device(index)[1]
-    if call(cu.cuCtxGetCurrent) == context:
+    ours = context(index)
+    if call(cu.cuCtxGetCurrent) == ours:
         yield cu
         return
-    call(cu.cuCtxPushCurrent, context)
+    call(cu.cuCtxPushCurrent, ours)
     try:
         yield cu
     finally:
@@ -112,12 +116,12 @@ def attribute(index: int, name: str) -> int:
     """A ``CU_DEVICE_ATTRIBUTE_*`` of the device, without the prefix."""
     cu = driver()
     key = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-    return int(call(cu.cuDeviceGetAttribute, key, open_device(index)[0]))
+    return int(call(cu.cuDeviceGetAttribute, key, device(index)))
 
 
 def device_name(index: int) -> str:
     """What the driver calls the device; a MIG slice's name has " MIG " in it."""
-    raw: bytes = call(driver().cuDeviceGetName, 256, open_device(index)[0])
+    raw: bytes = call(driver().cuDeviceGetName, 256, device(index))
     return raw.split(b"\0")[0].decode()
 
 
@@ -125,7 +129,7 @@ def device_uuid(index: int) -> str:
     """32 hexadecimal digits, the same in every process however it numbers its devices."""
     cu = driver()
     ask = getattr(cu, "cuDeviceGetUuid_v2", None) or cu.cuDeviceGetUuid  # the first knows MIG
-    return bytes(call(ask, open_device(index)[0]).bytes).hex()
+    return bytes(call(ask, device(index)).bytes).hex()
 
 
 def free_bytes(index: int) -> int:

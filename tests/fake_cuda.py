@@ -89,6 +89,7 @@ class FakeDriver:
         return self._ok(self.real.CUdevice(index))
 
     def cuDevicePrimaryCtxRetain(self, device: Any) -> tuple[Any, ...]:
+        self.log.append(("context", int(device)))
         return self._ok(self.real.CUcontext(1000 + int(device)))
 
     def cuCtxGetCurrent(self) -> tuple[Any, ...]:
@@ -308,7 +309,8 @@ def installed(driver: FakeDriver) -> Iterator[FakeDriver]:
 
 def _forget() -> None:
     cuda_driver.driver.cache_clear()
-    cuda_driver.open_device.cache_clear()
+    cuda_driver.device.cache_clear()
+    cuda_driver.context.cache_clear()
 
 
 def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:

@@ -69,6 +69,7 @@ def test_everything_is_taken_at_construction_and_given_back(gpus: FakeDriver) ->
     assert not +gpus.live, gpus.live
     loaded = [entry[1] for entry in gpus.log if entry[0] == "load"]
     assert len(loaded) == 2 * len(STAGES)
+    assert {entry[1] for entry in gpus.log if entry[0] == "context"} == {0}  # none on others
     assert not gpus.launches
 
 

@@ -312,8 +312,9 @@ def test_memory_that_nobody_closed_goes_with_its_last_reference() -> None:  # D0
 
 
 def test_the_protocol_is_memory_and_no_more() -> None:
-    with installed(FakeDriver(two_gpus())):
+    with installed(FakeDriver(two_gpus())) as driver:
         (memory,) = run_threads(lambda g: NvlinkMemory(g, 0), 1)
+        assert not [entry for entry in driver.log if entry[0] == "context"]  # none to look around
         assert isinstance(memory, Memory)
         assert not isinstance(memory, Transfer)
         memory.close()

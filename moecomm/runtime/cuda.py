@@ -115,7 +115,7 @@ class CudaRuntime:
         """What concerns this rank alone."""
         layout, index = self._layout, self._index
         self._get_current = cuda_driver.driver().cuCtxGetCurrent
-        self._context = cuda_driver.open_device(index)[1]
+        self._context = cuda_driver.context(index)
         self._kernels = GpuKernels(layout, index)
         self._undo.callback(self._kernels.close)
         self._streams = Streams(index)

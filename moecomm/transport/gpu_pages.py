@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from moecomm.cuda_driver import OUT_OF_MEMORY, DriverError, call, current, free_bytes, open_device
+from moecomm.cuda_driver import OUT_OF_MEMORY, DriverError, call, current, device, free_bytes
 from moecomm.errors import OutOfMemory
 
 
@@ -78,7 +78,7 @@ class GpuPages:
             for index in indices:
                 access = cu.CUmemAccessDesc()
                 access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-                access.location.id = int(open_device(index)[0])
+                access.location.id = int(device(index))
                 access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
                 wanted.append(access)
             call(cu.cuMemSetAccess, self.address, self.nbytes, wanted, len(wanted))
@@ -113,7 +113,7 @@ def _properties(cu: Any, index: int, shareable: bool) -> Any:
     found = cu.CUmemAllocationProp()
     found.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     found.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    found.location.id = int(open_device(index)[0])
+    found.location.id = int(device(index))
     if shareable:
         kind = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         found.requestedHandleTypes = kind

@@ -15,11 +15,11 @@ from moecomm.addresses import machine
 from moecomm.cuda_driver import (
     attribute,
     call,
+    device,
     device_count,
     device_name,
     device_uuid,
     driver,
-    open_device,
 )
 from moecomm.errors import MoecommError, TransportUnavailable
 from moecomm.group import Group
@@ -106,12 +106,9 @@ def _look(index: int) -> Seat:
 
 
 def _closed(index: int) -> tuple[str, ...]:
-    cu, mine = driver(), open_device(index)[0]
+    ask = driver().cuDeviceCanAccessPeer
     others = [n for n in range(device_count()) if n != index]
-    devices = {n: call(cu.cuDeviceGet, n) for n in others}
-    return tuple(
-        device_uuid(n) for n in others if not call(cu.cuDeviceCanAccessPeer, mine, devices[n])
-    )
+    return tuple(device_uuid(n) for n in others if not call(ask, device(index), device(n)))
 
 
 def _check(seats: list[Seat]) -> None:
