@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-SUBCOMMANDS = ("demo", "doctor", "compile", "fuzz")
+SUBCOMMANDS = ("demo", "doctor", "compile", "fuzz", "bench")
 
 
 def moecomm(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
