@@ -45,7 +45,6 @@ inline void World::complete_barrier(Block& b, Fiber* last)
         case BarrierOp::count: barrier.result = barrier.count; break;
     }
     barrier.arrived = barrier.count = 0;
-    scheduler->note_progress();
     for (u32 i = b.num_threads; i-- > 0;) {
         Fiber& f = b.fibers[i];
         if (f.state != State::at_barrier) continue;
@@ -117,7 +116,6 @@ inline void World::complete_group(Block& b, u32 warp, u32 g, Fiber* last)
             if (group.arrived >> lane & 1) clocks_.push_back(&lanes[lane].clock);
         checks->barrier(clocks_);
     }
-    scheduler->note_progress();
     for (u32 lane = kWarp; lane-- > 0;) {
         Fiber& f = lanes[lane];
         if (!(group.arrived >> lane & 1) || &f == last) continue;

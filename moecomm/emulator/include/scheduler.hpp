@@ -1,9 +1,10 @@
 // Which fiber runs next.
 //
 // A fiber is ready, polling (it saw that what it waits for is not there yet) or parked at a barrier
-// (then no scheduler knows it). `progress` counts everything that could end some wait: writes, woken
-// and finished fibers. A poller is idle if nothing has happened since its poll began; when all are
-// idle and nobody is ready, only time, or another process, can change anything.
+// (then no scheduler knows it). `progress` counts everything that could end somebody's wait: writes
+// and finished threads; not barriers, which a waiting loop may contain. A poller is idle if nothing
+// has happened since its poll began; when all are idle and nobody is ready, only time, or another
+// process, can change anything.
 #pragma once
 
 #include "fiber.hpp"

@@ -7,6 +7,7 @@
 
 #include "clocks.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <iterator>
@@ -41,16 +42,17 @@ enum CellFlags : u32 {
     kAtomicWritten = 16, // and has been written atomically
 };
 
-// Unordered accesses by several threads.
+// Accesses by several threads, not ordered among themselves.
 class AccessList {
 public:
-    // Adds `a`, made by thread `t`; drops what happened before it.
+    // Adds `a`, made by thread `t`.
     void add(const ThreadClock& t, const Access& a)
     {
-        size_t kept = 0;
-        for (const Access& old : items_)
-            if (!t.after(old.slot, old.time)) items_[kept++] = old;
-        items_.resize(kept);
+        if (!items_.empty() && items_.back().slot == a.slot) {
+            items_.back() = a;
+            return;
+        }
+        if (items_.size() >= limit_) compact(t);
         items_.push_back(a);
     }
     // One that did not happen before `t`, or null.
@@ -60,11 +62,34 @@ public:
             if (!t.after(a.slot, a.time)) return &a;
         return nullptr;
     }
-    void clear() { items_.clear(); }
-    void push(const Access& a) { items_.push_back(a); }
+    void clear()
+    {
+        items_.clear();
+        limit_ = kSmall;
+    }
 
 private:
+    static constexpr size_t kSmall = 64;
+
+    // Drops what happened before `t`'s access, and all but the last of each thread's. Done when the
+    // list has grown threefold: flags are polled thousands of times.
+    void compact(const ThreadClock& t)
+    {
+        const auto order = [](const Access& x, const Access& y) {
+            return x.slot != y.slot ? x.slot < y.slot : x.time > y.time;
+        };
+        std::sort(items_.begin(), items_.end(), order);
+        size_t kept = 0;
+        for (const Access& a : items_) {
+            if (t.after(a.slot, a.time) || (kept && items_[kept - 1].slot == a.slot)) continue;
+            items_[kept++] = a;
+        }
+        items_.resize(kept);
+        limit_ = std::max(kSmall, 3 * kept);
+    }
+
     std::vector<Access> items_;
+    size_t limit_ = kSmall;
 };
 
 // A flag or counter: who touched it atomically, and what its value releases.
@@ -125,7 +150,7 @@ public:
         const u32 index = free_lists_.back();
         free_lists_.pop_back();
         lists_[index].clear();
-        lists_[index].push(c.read);
+        lists_[index].add(ThreadClock(), c.read);
         c.read.time = index;
         c.flags |= kManyReaders;
     }
