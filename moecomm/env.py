@@ -48,6 +48,11 @@ VARIABLES: Final = (
         "C++ compiler that builds the kernels for the CPU emulator",
     ),
     Variable(
+        "NO_EARLY_START",
+        "0",
+        "1 launches every GPU kernel after the one before it has ended (no dependent launch)",
+    ),
+    Variable(
         "POISON",
         "0",
         "1 fills buffers with 0x7F bytes (NaN in every float type) before first use",

@@ -265,10 +265,14 @@ class FakeDriver:
         name = "ACTIVE" if int(stream) in self.capturing else "NONE"
         return self._ok(getattr(status, f"CU_STREAM_CAPTURE_STATUS_{name}"))
 
-    def cuLaunchKernel(self, function: Any, *rest: Any) -> tuple[Any, ...]:
-        *shape, shared, stream, pointers, _ = rest
+    def cuLaunchKernelEx(
+        self, config: Any, function: Any, pointers: int, _: int
+    ) -> tuple[Any, ...]:
+        shape = (config.gridDimX, config.gridDimY, config.gridDimZ)
+        shape += (config.blockDimX, config.blockDimY, config.blockDimZ)
         address = ctypes.c_void_p.from_address(pointers).value
-        self.launches.append((function, tuple(shape), shared, int(stream), address))
+        stream = int(config.hStream)
+        self.launches.append((function, shape, config.sharedMemBytes, stream, address))
         return self._ok()
 
     # ---- inside ----------------------------------------------------------------------------

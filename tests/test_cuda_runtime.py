@@ -217,13 +217,13 @@ def test_a_launch_is_what_the_half_means(gpus: FakeDriver) -> None:
 
 def test_the_callers_device_stays_current_and_the_right_one_is_used(gpus: FakeDriver) -> None:
     seen = []
-    launch = gpus.cuLaunchKernel
+    launch = gpus.cuLaunchKernelEx
 
     def spy(*args: Any) -> Any:
         seen.append(int(gpus.cuCtxGetCurrent()[1]))
         return launch(*args)
 
-    gpus.cuLaunchKernel = spy  # type: ignore[method-assign]
+    gpus.cuLaunchKernelEx = spy  # type: ignore[method-assign]
 
     def send(comm: mc.MoeComm) -> None:
         for current in (1000, 1001):

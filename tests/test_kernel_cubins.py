@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from moecomm.kernels import gpu, source
+from moecomm.kernels import source
+from moecomm.kernels.geometry import gpu_block
 from moecomm.kernels.jit import DEFAULT_ARCHS, compile_kernel, elf
 from moecomm.kernels.stages import STAGES, Variant, variants
 
@@ -28,7 +29,8 @@ def test_kernel(variant: Variant, arch: str) -> None:
     assert not needs.spills
     assert needs.stack_bytes == 0
     # Every block that the launcher counts on fits on a multiprocessor at once.
-    assert needs.registers * gpu.THREADS * gpu.BLOCKS_PER_SM <= REGISTERS_PER_SM
+    block = gpu_block(variant.layout)
+    assert needs.registers * block.threads * block.per_sm <= REGISTERS_PER_SM
     code = [
         name for name in elf.section_sizes(compiled.path.read_bytes()) if name.startswith(".text.")
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -72,10 +73,12 @@ def test_records_hold_row_scales_and_meta_in_16_byte_steps() -> None:
         dispatch_dtype="float8_e4m3fn",
         scale_block=128,
     )
-    layout = mc.Layout(cfg, 2, 0)
-    assert layout.record_scale_offset == 7168
-    assert layout.record_meta_offset == 7168 + 56 * 4
-    assert layout.record_bytes == 7168 + 224 + 112
+    flags = mc.Layout(dataclasses.replace(cfg, wire="flags"), 2, 0)
+    assert flags.record_row_offset == 16 + 12 * 8
+    assert flags.record_scale_offset == 112 + 7168
+    assert flags.record_bytes == 112 + 7168 + 56 * 4
+    lines = mc.Layout(cfg, 2, 0)
+    assert lines.record_bytes == 63 * 128  # 7504 bytes, 120 a line
 
 
 def test_offsets_are_exact_past_4_gib() -> None:

@@ -48,8 +48,8 @@ MUTATIONS = {
     ),
     "record-flag-not-released": Mutation(
         "dispatch_send.cu",
-        "st_release_sys(plan.flag[threadIdx.x], epoch)",
-        "st_relaxed_sys(plan.flag[threadIdx.x], epoch)",
+        "st_release_sys(plan.flag[lane_id()], epoch)",
+        "st_relaxed_sys(plan.flag[lane_id()], epoch)",
     ),
     "flag-before-its-data": Mutation(
         "dispatch_send.cu",
@@ -67,8 +67,13 @@ MUTATIONS = {
         "if (warp_id() == 0) plan_token(a, s, t);\n        __syncthreads();",
         "if (warp_id() == 0) plan_token(a, s, t);",
     ),
+    "plan-read-while-the-next-is-made": Mutation(
+        "dispatch_send.cu",
+        "if (warp_id() == 0 && lane_id() < plan.num_dest)",
+        "if (threadIdx.x < plan.num_dest)",
+    ),
     "reuse-before-acknowledgement": Mutation(
-        "dispatch_send.cu", "if (!acks_arrived(a, epoch)) return;", "", setting="sparse"
+        "routing.cuh", "abort == 0 && ack >= read &&", "abort == 0 &&", setting="sparse"
     ),
     "acknowledgement-of-the-wrong-epoch": Mutation(
         "protocol.cuh",
@@ -96,13 +101,13 @@ MUTATIONS = {
     ),
     "wait-without-acquire": Mutation(
         "protocol.cuh",
-        "word = ld_acquire_sys(flag);\n        const u64 waited",
-        "word = ld_relaxed_sys(flag);\n        const u64 waited",
+        "        word = ld_acquire_sys(flag);",
+        "        word = ld_relaxed_sys(flag);",
     ),
     "stale-epoch-accepted": Mutation(
         "dispatch_recv.cu",
-        "record_flag(a.symmetric, a, group, i), FlagReached{epoch}",
-        "record_flag(a.symmetric, a, group, i), FlagReached{epoch - 1}",
+        "record_flag(a.symmetric, a, group, i), epoch,",
+        "record_flag(a.symmetric, a, group, i), epoch - 1,",
     ),
     "rows-placed-without-a-barrier": Mutation(
         "dispatch_recv.cu",
@@ -110,7 +115,7 @@ MUTATIONS = {
         "group, true, plan);",
     ),
     "one-block-copies-before-the-heads": Mutation(
-        "placement.cuh", "if (!heads_arrived(a, epoch)) return Step::stop;", ""
+        "placement.cuh", "if (!heads_arrived(a, s, epoch)) return false;", ""
     ),
     "combine-flag-not-released": Mutation(
         "combine_send.cu", "st_release_sys(combine_flag(", "st_relaxed_sys(combine_flag("
@@ -123,8 +128,8 @@ MUTATIONS = {
     ),
     "combine-stale-epoch-accepted": Mutation(
         "combine_recv.cu",
-        "owed.place[threadIdx.x]), FlagReached{epoch}",
-        "owed.place[threadIdx.x]), FlagReached{epoch - 1}",
+        "owed.place[threadIdx.x]), epoch,",
+        "owed.place[threadIdx.x]), epoch - 1,",
     ),
     "combine-waits-for-all-but-one-row": Mutation(
         "combine_recv.cu", "if (threadIdx.x < owed.num)\n", "if (threadIdx.x + 1 < owed.num)\n"
@@ -145,9 +150,9 @@ MUTATIONS = {
         wire="lines",
     ),
     "lines-reused-before-acknowledgement": Mutation(
-        "dispatch_send_lines.cu",
-        "if (!acks_arrived(a, epoch)) return;",
-        "",
+        "routing.cuh",
+        "abort == 0 && ack >= read &&",
+        "abort == 0 &&",
         wire="lines",
         setting="sparse",
     ),
@@ -159,14 +164,14 @@ MUTATIONS = {
     ),
     "line-with-the-wrong-epoch": Mutation(
         "combine_send_lines.cu",
-        "v.high = holds_flag() ? epoch :",
-        "v.high = holds_flag() ? epoch - 1 :",
+        "to_lines(chunk, epoch)",
+        "to_lines(chunk, epoch - 1)",
         wire="lines",
     ),
     "meta-read-before-it-is-kept": Mutation(
         "dispatch_recv_lines.cu",
-        "if (!holds_flag()) space.head_piece[word + 1] = v.high;\n    __syncwarp();",
-        "if (!holds_flag()) space.head_piece[word + 1] = v.high;",
+        "space.head_piece[2 * lane_id() + 1] = chunk.high;\n    }\n    __syncwarp();",
+        "space.head_piece[2 * lane_id() + 1] = chunk.high;\n    }",
         wire="lines",
     ),
 }

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from moecomm import env
 from moecomm.cuda_driver import attribute, call, check, current
 from moecomm.kernels.args import ArgBlock
-from moecomm.kernels.geometry import Geometry, Machine, geometry, shared_bytes
+from moecomm.kernels.geometry import Machine, geometry, gpu_block, shared_bytes
 from moecomm.kernels.jit import compile_kernel
 from moecomm.kernels.stages import STAGES, gpu_defines, input_codes, kernel_name
 from moecomm.layout import Layout
 
-THREADS: Final = 512  # a 7168-column row is one or two 16-byte chunks a thread
-BLOCKS_PER_SM: Final = 2
-MAX_STREAMS: Final = 64  # objects kept
+MAX_CONFIGS: Final = 4096  # one a stage, size and stream
 SHARED_BYTES: Final = 48 << 10  # what a kernel may have without asking
 
 
@@ -27,16 +26,19 @@ class GpuKernels:
     def __init__(self, layout: Layout, index: int) -> None:
         self._index = index
         self._layout = layout
-        self._machine = Machine(BLOCKS_PER_SM * attribute(index, "MULTIPROCESSOR_COUNT"), THREADS)
+        block = gpu_block(layout)
+        most = block.per_sm * attribute(index, "MULTIPROCESSOR_COUNT")
+        self._machine = Machine(most, block.threads)
         major = attribute(index, "COMPUTE_CAPABILITY_MAJOR")
         minor = attribute(index, "COMPUTE_CAPABILITY_MINOR")
         self._arch = f"sm_{major}{minor}"
         self._modules: list[Any] = []
-        self._shapes: dict[tuple[str, int], Geometry] = {}
-        self._streams: dict[int, Any] = {}  # handle → the driver package's object for it
+        self._configs: dict[tuple[str, int, int], Any] = {}
+        # Programmatic dependent launch: the kernels ask for it on sm_90 and later.
+        self._early_start = major >= 9 and not env.flag("NO_EARLY_START")
         with current(index) as cu:
             self._cu = cu
-            self._launch = cu.cuLaunchKernel
+            self._launch = cu.cuLaunchKernelEx
             self._success = cu.CUresult.CUDA_SUCCESS
             self._functions = {
                 (stage, code): self._load(stage, code)
@@ -48,20 +50,10 @@ class GpuKernels:
         self, stage: str, block: ArgBlock, num_tokens: int, input_code: int, stream: int
     ) -> None:
         """Queue one stage on ``stream``, a CUDA stream handle; the device is current."""
-        shape = self._shapes.get((stage, num_tokens)) or self._shape(stage, num_tokens)
-        (status,) = self._launch(
-            self._functions[stage, input_code],
-            shape.blocks,
-            1,
-            1,
-            shape.threads,
-            1,
-            1,
-            shape.shared_bytes,
-            self._streams.get(stream) or self._stream(stream),
-            block.pointers,
-            0,
-        )
+        config = self._configs.get((stage, num_tokens, stream))
+        if config is None:
+            config = self._config(stage, num_tokens, stream)
+        (status,) = self._launch(config, self._functions[stage, input_code], block.pointers, 0)
         if status is not self._success:
             check(status, f"launching {stage}")
 
@@ -71,17 +63,24 @@ class GpuKernels:
             while self._modules:
                 call(cu.cuModuleUnload, self._modules.pop())
 
-    def _shape(self, stage: str, num_tokens: int) -> Geometry:
-        found = geometry(stage, self._layout, self._machine, num_tokens)
-        self._shapes[stage, num_tokens] = found
-        return found
-
-    def _stream(self, handle: int) -> Any:
-        if len(self._streams) >= MAX_STREAMS:  # somebody makes them anew all the time
-            self._streams.clear()
-        found = self._cu.CUstream(handle)
-        self._streams[handle] = found
-        return found
+    def _config(self, stage: str, num_tokens: int, stream: int) -> Any:
+        """The launch configuration, kept: making one takes longer than launching."""
+        cu = self._cu
+        shape = geometry(stage, self._layout, self._machine, num_tokens)
+        config = cu.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = shape.blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = shape.threads, 1, 1
+        config.sharedMemBytes = shape.shared_bytes
+        config.hStream = cu.CUstream(stream)
+        early = cu.CUlaunchAttribute()
+        early.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        if self._early_start:
+            config.attrs, config.numAttrs = [early], 1
+        if len(self._configs) >= MAX_CONFIGS:  # somebody makes streams anew all the time
+            self._configs.clear()
+        self._configs[stage, num_tokens, stream] = config
+        return config
 
     def _load(self, stage: str, code: int) -> Any:
         defines = gpu_defines(self._layout, stage, code)
@@ -91,7 +90,7 @@ class GpuKernels:
         module = call(cu.cuModuleLoad, str(compiled.path).encode())
         self._modules.append(module)
         function = call(cu.cuModuleGetFunction, module, kernel.encode())
-        needed = shared_bytes(stage, self._layout, THREADS)
+        needed = shared_bytes(stage, self._layout, self._machine.threads)
         if needed > SHARED_BYTES:
             name = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             call(cu.cuFuncSetAttribute, function, name, needed)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from moecomm import dtypes
 from moecomm.config import MoeConfig
-from moecomm.kernels.geometry import SMEM_STRUCT_BYTES
+from moecomm.kernels.geometry import EMULATOR, SMEM_STRUCT_BYTES, gpu_block
 from moecomm.layout import Layout
 
 STAGES: Final = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release")
@@ -41,13 +41,16 @@ def dtype_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int]
 
 def gpu_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int | str]:
     """Everything is a literal: a GPU kernel is compiled for its very problem."""
-    return {**layout.defines(), **dtype_defines(layout, stage, input_code)}
+    block = gpu_block(layout)
+    shape = {"BLOCK_THREADS": block.threads, "SM_BLOCKS": block.per_sm}
+    return {**layout.defines(), **shape, **dtype_defines(layout, stage, input_code)}
 
 
 def emulator_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int | str]:
     """Numbers come from a table at run time: one compile a dtype serves every problem."""
     table = {name: f"(emu::config()[{i}])" for i, name in enumerate(layout.constants)}
-    return {**table, **dtype_defines(layout, stage, input_code)}
+    shape = {"BLOCK_THREADS": EMULATOR.threads, "SM_BLOCKS": 1}
+    return {**table, **shape, **dtype_defines(layout, stage, input_code)}
 
 
 def emulator_table(layout: Layout) -> list[int]:

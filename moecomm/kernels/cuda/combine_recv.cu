@@ -12,41 +12,35 @@ DEVICE bool rows_arrived(const Args& a, const Owed& owed, u32 t, u64 epoch)
 {
     bool ok = true;
     if (threadIdx.x < owed.num)
-        ok = wait_for(a, combine_flag(a.symmetric, a, t, owed.place[threadIdx.x]), FlagReached{epoch},
-                      epoch, epoch, PHASE_COMBINE_RECV, owed.peer[threadIdx.x]);
+        ok = wait_flag(a, combine_flag(a.symmetric, a, t, owed.place[threadIdx.x]), epoch,
+                       PHASE_COMBINE_RECV, owed.peer[threadIdx.x]);
     return __syncthreads_and(ok);
 }
+
+#define ROWS_AT_ONCE 4u  // independent loads under way in one thread
 
 DEVICE void sum_rows(const Args& a, const Owed& owed, u32 t)
 {
     typedef Row<COMBINE_DTYPE> Y;
     void* out = (void*)(a.out + t * a.out_stride);
     for (u64 c = threadIdx.x; c < Y::num_chunks(); c += blockDim.x) {
-        float sum[Y::kElems];
-        Chunk chunk = zero_chunk();
-        if (a.accumulate) chunk = Y::load(out, c, a.out_aligned);
-        for (u32 e = 0; e < Y::kElems; ++e)
-            sum[e] = a.accumulate ? decode<COMBINE_DTYPE>(get<Y::Elem>(chunk, e)) : 0.0f;
-        for (u32 i = 0; i < owed.num; ++i) {
-            chunk = to_chunk(ld_v4((const void*)(combine_row(a.symmetric, a, t, owed.place[i]) + c * 16)));
-            for (u32 e = 0; e < Y::kElems; ++e) {
-                const float y = decode<COMBINE_DTYPE>(get<Y::Elem>(chunk, e));
-                sum[e] = __fadd_rn(sum[e], __fmul_rn(owed.weight[i], y));  // weight 1 is exact
-            }
+        Sum<COMBINE_DTYPE> sum = Sum<COMBINE_DTYPE>::zero();
+        if (a.accumulate) sum = Sum<COMBINE_DTYPE>::of(Y::load(out, c, a.out_aligned));
+        for (u32 first = 0; first < owed.num; first += ROWS_AT_ONCE) {
+            Chunk y[ROWS_AT_ONCE];
+            for (u32 i = 0; i < ROWS_AT_ONCE; ++i)
+                if (first + i < owed.num)
+                    y[i] = to_chunk(
+                        ld_v4((const void*)(combine_row(a.symmetric, a, t, owed.place[first + i]) + c * 16)));
+            for (u32 i = 0; i < ROWS_AT_ONCE; ++i)
+                if (first + i < owed.num) sum.add(owed.weight[first + i], y[i]);
         }
-        chunk = zero_chunk();
-        for (u32 e = 0; e < Y::kElems; ++e) set<Y::Elem>(chunk, e, encode<COMBINE_DTYPE>(sum[e]));
-        Y::store(out, c, chunk, a.out_aligned);
+        Y::store(out, c, sum.rounded(), a.out_aligned);
     }
 }
 
-extern "C" __global__ void combine_recv(Args a)
+DEVICE void receive_tokens(const Args& a, u64 epoch)
 {
-    const u64 epoch = ld(epoch_word(a));
-    note_epoch(epoch);
-    if (__syncthreads_or(threadIdx.x == 0 && aborted(a, epoch))) return;
-    if (CAPPED && ld(local_at<u64>(a, LOC_OVERFLOWED, a.slot)) == epoch) return;
-
     DYNAMIC_SHARED(Owed, owed);
     const u32 tokens = ld(local_at<u32>(a, LOC_NUM_TOKENS, a.slot));
     for (u32 t = blockIdx.x; t < tokens; t += gridDim.x) {
@@ -56,4 +50,11 @@ extern "C" __global__ void combine_recv(Args a)
         sum_rows(a, *owed, t);
         __syncthreads();  // nobody still reads this token
     }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_recv(Args a)
+{
+    u64 epoch;
+    if (__syncthreads_and(begin_combine(a, &epoch))) receive_tokens(a, epoch);
+    wait_for_earlier_kernels();  // whoever waits for this kernel also waits for combine_send
 }

@@ -6,44 +6,44 @@
 
 #define ROW_WORDS ((u32)(COMBINE_ROW_BYTES / 8))
 
-DEVICE Floats<COMBINE_DTYPE> start_word(const Args& a, u32 t, u32 i)
+#define PLACES_AT_ONCE 2u  // rows looked at before the first is waited for
+
+DEVICE Piece owed_piece(const Args& a, const Owed& owed, u32 t, u32 n, u32 number)
 {
-    if (!a.accumulate || i >= ROW_WORDS) return Floats<COMBINE_DTYPE>::zero();
-    const void* out = (const void*)(a.out + t * a.out_stride);
-    return Floats<COMBINE_DTYPE>::of(load_word<COMBINE_DTYPE>(out, i, a.out_aligned));
+    Piece piece;
+    piece.lines = combine_row(a.symmetric, a, t, owed.place[n]);
+    piece.number = number;
+    piece.words = ROW_WORDS;
+    piece.peer = owed.peer[n];
+    return piece;
 }
 
-DEVICE void finish_word(const Args& a, u32 t, u32 i, const Floats<COMBINE_DTYPE>& sum)
+DEVICE bool sum_piece(const Args& a, const Owed& owed, u32 t, u32 number, u64 epoch)
 {
+    typedef Row<COMBINE_DTYPE> Y;
     void* out = (void*)(a.out + t * a.out_stride);
-    if (i < ROW_WORDS) store_word<COMBINE_DTYPE>(out, i, sum.word(), a.out_aligned);
-}
-
-DEVICE bool sum_piece(const Args& a, const Owed& owed, u32 t, u32 piece, u64 epoch)
-{
-    const u32 word = lane_word(piece);
-    Floats<COMBINE_DTYPE> low = start_word(a, t, word), high = start_word(a, t, word + 1);
-    for (u32 n = 0; n < owed.num; ++n) {
-        const u64 lines = combine_row(a.symmetric, a, t, owed.place[n]);
-        Pair v;
-        v.low = v.high = 0;
-        if (!wait_line(a, lines, piece, ROW_WORDS, epoch, PHASE_COMBINE_RECV, owed.peer[n], &v))
-            return false;
-        low.add(owed.weight[n], v.low);
-        high.add(owed.weight[n], v.high);
+    const u32 c = number * PIECE_CHUNKS + lane_id();
+    const bool live = lane_id() < PIECE_CHUNKS && c < ROW_WORDS / 2;
+    Sum<COMBINE_DTYPE> sum = Sum<COMBINE_DTYPE>::zero();
+    if (a.accumulate && live) sum = Sum<COMBINE_DTYPE>::of(Y::load(out, c, a.out_aligned));
+    for (u32 first = 0; first < owed.num; first += PLACES_AT_ONCE) {
+        LineRead reads[PLACES_AT_ONCE];
+        UNROLL for (u32 i = 0; i < PLACES_AT_ONCE; ++i)
+            reads[i] = owed_piece(a, owed, t, min(first + i, owed.num - 1), number).read(epoch);
+        UNROLL for (u32 i = 0; i < PLACES_AT_ONCE; ++i) {
+            if (first + i >= owed.num) continue;
+            const Piece piece = owed_piece(a, owed, t, first + i, number);
+            if (!wait_piece(a, piece, epoch, PHASE_COMBINE_RECV, reads[i])) return false;
+            const Pair chunk = to_chunks(reads[i].v);
+            sum.add(owed.weight[first + i], to_chunk(chunk.low, chunk.high));
+        }
     }
-    finish_word(a, t, word, low);
-    if (!holds_flag()) finish_word(a, t, word + 1, high);
+    if (live) Y::store(out, c, sum.rounded(), a.out_aligned);
     return true;
 }
 
-extern "C" __global__ void combine_recv_lines(Args a)
+DEVICE void receive_tokens(const Args& a, u64 epoch)
 {
-    const u64 epoch = ld(epoch_word(a));
-    note_epoch(epoch);
-    if (__syncthreads_or(threadIdx.x == 0 && aborted(a, epoch))) return;
-    if (CAPPED && ld(local_at<u64>(a, LOC_OVERFLOWED, a.slot)) == epoch) return;
-
     DYNAMIC_SHARED(Owed, spaces);
     Owed& owed = spaces[warp_id()];
     const u32 pieces = num_pieces(ROW_WORDS);
@@ -55,4 +55,11 @@ extern "C" __global__ void combine_recv_lines(Args a)
         if (!sum_piece(a, owed, task / pieces, task % pieces, epoch)) return;
         __syncwarp();  // nobody still reads this warp's space
     }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_recv_lines(Args a)
+{
+    u64 epoch;
+    if (__all_sync(FULL_WARP, begin_combine(a, &epoch))) receive_tokens(a, epoch);
+    wait_for_earlier_kernels();  // whoever waits for this kernel also waits for combine_send
 }

@@ -18,43 +18,40 @@ DEVICE u64 dest_row(const Args& a, const Returned& rec, u32 replica, u32 i)
 // Each row as it is.
 DEVICE void send_rows(const Args& a, const Returned& rec)
 {
-    const u64 chunks = Row<COMBINE_DTYPE>::num_chunks();
+    typedef Row<COMBINE_DTYPE> Y;
     for (u32 i = 0; i < rec.num; ++i) {
         const void* y = (const void*)(a.y + rec.row[i] * a.y_stride);
-        for (u64 c = threadIdx.x; c < chunks; c += blockDim.x) {
-            const Chunk chunk = Row<COMBINE_DTYPE>::load(y, c, a.y_aligned);
-            for (u32 d = 0; d < REPLICAS; ++d) st_v4((void*)(dest_row(a, rec, d, i) + c * 16), to_v4(chunk));
+        for (u64 c = threadIdx.x; c < Y::num_chunks(); c += CHUNKS_AT_ONCE * blockDim.x) {
+            Chunk chunks[CHUNKS_AT_ONCE];
+            for (u32 n = 0; n < CHUNKS_AT_ONCE; ++n)
+                if (c + n * blockDim.x < Y::num_chunks())
+                    chunks[n] = Y::load(y, c + n * blockDim.x, a.y_aligned);
+            for (u32 n = 0; n < CHUNKS_AT_ONCE; ++n)
+                if (c + n * blockDim.x < Y::num_chunks())
+                    for (u32 d = 0; d < REPLICAS; ++d)
+                        st_v4((void*)(dest_row(a, rec, d, i) + (c + n * blockDim.x) * 16),
+                              to_v4(chunks[n]));
         }
     }
 }
 
-// One row: the weighted sum, in slot order.
+// One row: the weighted sum.
 DEVICE void send_sum(const Args& a, const Returned& rec)
 {
-    typedef Row<COMBINE_DTYPE> Y;
-    for (u64 c = threadIdx.x; c < Y::num_chunks(); c += blockDim.x) {
-        float sum[Y::kElems];
-        for (u32 e = 0; e < Y::kElems; ++e) sum[e] = 0.0f;
-        for (u32 i = 0; i < rec.num; ++i) {
-            Chunk y = Y::load((const void*)(a.y + rec.row[i] * a.y_stride), c, a.y_aligned);
-            for (u32 e = 0; e < Y::kElems; ++e)
-                sum[e] = __fadd_rn(
-                    sum[e],
-                    __fmul_rn(rec.weight[i], decode<COMBINE_DTYPE>(get<Y::Elem>(y, e))));
-        }
-        Chunk out = zero_chunk();
-        for (u32 e = 0; e < Y::kElems; ++e) set<Y::Elem>(out, e, encode<COMBINE_DTYPE>(sum[e]));
-        for (u32 d = 0; d < REPLICAS; ++d) st_v4((void*)(dest_row(a, rec, d, 0) + c * 16), to_v4(out));
+    for (u64 c = threadIdx.x; c < Row<COMBINE_DTYPE>::num_chunks(); c += blockDim.x) {
+        const uint4 v = to_v4(weighted_sum(a, rec, c));
+        for (u32 d = 0; d < REPLICAS; ++d) st_v4((void*)(dest_row(a, rec, d, 0) + c * 16), v);
     }
 }
 
-extern "C" __global__ void combine_send(Args a)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_send(Args a)
 {
-    const u64 epoch = ld(epoch_word(a));
-    note_epoch(epoch);
-    if (__syncthreads_or(threadIdx.x == 0 && aborted(a, epoch))) return;
+    wait_for_earlier_kernels();
+    let_next_kernel_start();
+    u64 epoch;
+    const bool go = begin_combine(a, &epoch);
     acknowledge(a, epoch);
-    if (CAPPED && ld(local_at<u64>(a, LOC_OVERFLOWED, a.slot)) == epoch) return;
+    if (!__syncthreads_and(go)) return;
 
     DYNAMIC_SHARED(Returned, record);
     const u32 total = ld(local_at<u32>(a, LOC_NUM_RECORDS, a.slot));

@@ -7,28 +7,22 @@
 
 #define ROW_WORDS ((u32)(COMBINE_ROW_BYTES / 8))
 
-// Word i of row `row` of y.
-DEVICE u64 y_word(const Args& a, u64 row, u32 i)
+// Chunk c of what goes back to place n.
+DEVICE Chunk returned_chunk(const Args& a, const Returned& rec, u32 n, u32 c)
 {
-    return load_word<COMBINE_DTYPE>((const void*)(a.y + row * a.y_stride), i, a.y_aligned);
-}
-
-// Word i of what goes back: a row as it is, or the weighted sum of all rows, in slot order.
-DEVICE u64 returned_word(const Args& a, const Returned& rec, u32 n, u32 i)
-{
-    if (i >= ROW_WORDS) return 0;
-    if (!SENDER_REDUCES) return y_word(a, rec.row[n], i);
-    Floats<COMBINE_DTYPE> sum = Floats<COMBINE_DTYPE>::zero();
-    for (u32 r = 0; r < rec.num; ++r) sum.add(rec.weight[r], y_word(a, rec.row[r], i));
-    return sum.word();
+    if (c >= ROW_WORDS / 2) return zero_chunk();
+    if (SENDER_REDUCES) return weighted_sum(a, rec, c);
+    return Row<COMBINE_DTYPE>::load((const void*)(a.y + rec.row[n] * a.y_stride), c, a.y_aligned);
 }
 
 DEVICE void send_piece(const Args& a, const Returned& rec, u32 n, u32 piece, u64 epoch)
 {
-    const u32 word = lane_word(piece);
-    Pair v;
-    v.low = returned_word(a, rec, n, word);
-    v.high = holds_flag() ? epoch : returned_word(a, rec, n, word + 1);
+    Chunk own = zero_chunk();
+    if (lane_id() < PIECE_CHUNKS) own = returned_chunk(a, rec, n, piece * PIECE_CHUNKS + lane_id());
+    Pair chunk;
+    chunk.low = (u64)own.words[1] << 32 | own.words[0];
+    chunk.high = (u64)own.words[3] << 32 | own.words[2];
+    const Pair v = to_lines(chunk, epoch);
     for (u32 d = 0; d < REPLICAS; ++d) {
         const u64 base = peer_base(a, rec.group * REPLICAS + d);
         const u64 lines = combine_row(base, a, rec.token, rec.place[n]);
@@ -36,13 +30,14 @@ DEVICE void send_piece(const Args& a, const Returned& rec, u32 n, u32 piece, u64
     }
 }
 
-extern "C" __global__ void combine_send_lines(Args a)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_send_lines(Args a)
 {
-    const u64 epoch = ld(epoch_word(a));
-    note_epoch(epoch);
-    if (__syncthreads_or(threadIdx.x == 0 && aborted(a, epoch))) return;
+    wait_for_earlier_kernels();
+    let_next_kernel_start();
+    u64 epoch;
+    const bool go = begin_combine(a, &epoch);
     acknowledge(a, epoch);
-    if (CAPPED && ld(local_at<u64>(a, LOC_OVERFLOWED, a.slot)) == epoch) return;
+    if (!__all_sync(FULL_WARP, go)) return;
 
     DYNAMIC_SHARED(Returned, spaces);
     Returned& rec = spaces[warp_id()];

@@ -14,10 +14,12 @@ typedef long long i64;
 
 #define FULL_WARP 0xffffffffu
 #define WARP_SIZE 32u
+#define CHUNKS_AT_ONCE 4u  // loads that a thread has under way before it stores
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 
 #define DEVICE __device__ __forceinline__
+#define UNROLL _Pragma("unroll")  // where an array must stay in registers
 #define DYNAMIC_SHARED(type, name)                            \
     extern __shared__ __align__(16) unsigned char moe_smem[]; \
     type* name = reinterpret_cast<type*>(moe_smem)
@@ -105,13 +107,34 @@ DEVICE bool poll_pause(u32 spins)
     return (spins & 255u) == 0;
 }
 
+// ---- programmatic dependent launch: a kernel may start before the one ahead of it has ended -------
+// A receiving half starts while its sending half still runs, so that it is there when data comes.
+// Everything else waits for all earlier kernels first. Without the launch attribute, and on older
+// GPUs, both are nothing.
+DEVICE void wait_for_earlier_kernels()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+DEVICE void let_next_kernel_start()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // What the emulator is told and a GPU need not know.
 DEVICE void note_epoch(u64) {}
 DEVICE void note_wait(const u64*, u64) {}
 
 #else
 #define DEVICE inline
+#define UNROLL
 #include "emulator.hpp"
+DEVICE void wait_for_earlier_kernels() {}
+DEVICE void let_next_kernel_start() {}
 #endif
 
 // Reads and writes of one thread block's own shared words that other threads of the block wrote
@@ -120,6 +143,12 @@ DEVICE void note_wait(const u64*, u64) {}
 DEVICE u32 lane_id() { return threadIdx.x % WARP_SIZE; }
 DEVICE u32 warp_id() { return threadIdx.x / WARP_SIZE; }
 DEVICE u32 num_warps() { return blockDim.x / WARP_SIZE; }
+
+DEVICE u32 warp_sum(u32 value)
+{
+    for (u32 step = WARP_SIZE / 2; step > 0; step /= 2) value += __shfl_xor_sync(FULL_WARP, value, step);
+    return value;
+}
 
 // In place: values[i] = sum of values[0..i), values[n] = the sum of all. One whole warp, n + 1
 // words of shared memory. Each value is first rounded up to a multiple of `align`.

@@ -12,10 +12,17 @@
 DEVICE void copy_record(const Args& a, const RowPlan& plan, u64 record)
 {
     const u64 row = record + RECORD_ROW_OFF;
-    for (u64 c = threadIdx.x; c < Row<WIRE_DTYPE>::num_chunks(); c += blockDim.x) {
-        const Chunk chunk = to_chunk(ld_v4((const void*)(row + c * 16)));
-        for (u32 i = 0; i < plan.num; ++i)
-            Row<WIRE_DTYPE>::store((void*)recv_row(a, plan.rows[i]), c, chunk, rows_aligned());
+    const u64 num_chunks = Row<WIRE_DTYPE>::num_chunks();
+    for (u64 c = threadIdx.x; c < num_chunks; c += CHUNKS_AT_ONCE * blockDim.x) {
+        Chunk chunks[CHUNKS_AT_ONCE];
+        for (u32 n = 0; n < CHUNKS_AT_ONCE; ++n)
+            if (c + n * blockDim.x < num_chunks)
+                chunks[n] = to_chunk(ld_v4((const void*)(row + (c + n * blockDim.x) * 16)));
+        for (u32 n = 0; n < CHUNKS_AT_ONCE; ++n)
+            if (c + n * blockDim.x < num_chunks)
+                for (u32 i = 0; i < plan.num; ++i)
+                    Row<WIRE_DTYPE>::store((void*)recv_row(a, plan.rows[i]), c + n * blockDim.x,
+                                           chunks[n], rows_aligned());
     }
     const float* scales = reinterpret_cast<const float*>(record + RECORD_SCALE_OFF);
     for (u64 b = threadIdx.x; b < NUM_SCALES; b += blockDim.x) {
@@ -32,8 +39,8 @@ DEVICE void receive_records(const Args& a, const Placement& s, RowPlan& plan, u6
         const u32 i = j - s.group_start[group];
         bool ok = true;
         if (threadIdx.x == 0)
-            ok = wait_for(a, record_flag(a.symmetric, a, group, i), FlagReached{epoch}, epoch, epoch,
-                          PHASE_DISPATCH_RECV, group * (u32)REPLICAS);
+            ok = wait_flag(a, record_flag(a.symmetric, a, group, i), epoch, PHASE_DISPATCH_RECV,
+                           group * (u32)REPLICAS);
         if (!__syncthreads_and(ok)) return;
         const u64 record = record_at(a.symmetric, a, group, i);
         if (warp_id() == 0)
@@ -44,14 +51,13 @@ DEVICE void receive_records(const Args& a, const Placement& s, RowPlan& plan, u6
     }
 }
 
-extern "C" __global__ void dispatch_recv(Args a)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_recv(Args a)
 {
-    const u64 epoch = ld(epoch_word(a));
-    note_epoch(epoch);
-    if (__syncthreads_or(threadIdx.x == 0 && aborted(a, epoch))) return;
-
+    u64 epoch;
+    if (!begin_recv(a, &epoch)) return;
     DYNAMIC_SHARED(u32, words);
     RowPlan& plan = *reinterpret_cast<RowPlan*>(words);
     const Placement s = placement_at(a, words + sizeof(RowPlan) / sizeof(u32));
-    if (place_rows(a, s, epoch) == Step::receive) receive_records(a, s, plan, epoch);
+    if (place_rows(a, s, epoch)) receive_records(a, s, plan, epoch);
+    wait_for_earlier_kernels();  // whoever waits for this kernel also waits for dispatch_send
 }

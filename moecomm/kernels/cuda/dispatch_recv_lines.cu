@@ -13,77 +13,81 @@ struct WarpSpace {  // shared memory of one warp
 };
 static_assert(sizeof(WarpSpace) <= SMEM_STRUCT_BYTES, "kernels/geometry.py sets aside too little");
 
-DEVICE void keep_words(WarpSpace& space, Pair v)
+DEVICE void keep_chunks(WarpSpace& space, Pair chunk)
 {
-    const u32 word = lane_word(0);
-    space.head_piece[word] = v.low;
-    if (!holds_flag()) space.head_piece[word + 1] = v.high;
+    if (lane_id() < PIECE_CHUNKS) {
+        space.head_piece[2 * lane_id()] = chunk.low;
+        space.head_piece[2 * lane_id() + 1] = chunk.high;
+    }
     __syncwarp();
 }
 
-// Word i of the image, to every row that gets a copy. Meta words go nowhere.
-DEVICE void place_word(const Args& a, const RowPlan& plan, u32 i, u64 value)
+// Chunk c (16 bytes) of the image, to every row that gets a copy. Meta goes nowhere.
+DEVICE void place_chunk(const Args& a, const RowPlan& plan, u32 c, Pair chunk)
 {
-    const u64 byte = (u64)i * 8;
+    const u64 byte = (u64)c * 16;
     if (byte < RECORD_ROW_OFF) return;
-    if (byte < RECORD_ROW_OFF + WIRE_ROW_BYTES) {
+    if (byte < RECORD_SCALE_OFF) {
+        const uint4 v = to_v4(to_chunk(chunk.low, chunk.high));
         for (u32 n = 0; n < plan.num; ++n)
-            st(reinterpret_cast<u64*>(recv_row(a, plan.rows[n]) + byte - RECORD_ROW_OFF), value);
+            st_v4((void*)(recv_row(a, plan.rows[n]) + byte - RECORD_ROW_OFF), v);
         return;
     }
-    if (byte < RECORD_SCALE_OFF) return;
     const u64 block = (byte - RECORD_SCALE_OFF) / 4;
-    for (u32 half = 0; half < 2; ++half)
-        if (block + half < NUM_SCALES)
-            for (u32 n = 0; n < plan.num; ++n)
-                st(recv_scale(a, plan.rows[n]) + block + half,
-                   __uint_as_float((u32)(value >> 32 * half)));
+    for (u32 n = 0; n < plan.num; ++n)
+        for (u32 i = 0; i < 4; ++i)
+            if (block + i < NUM_SCALES)
+                st(recv_scale(a, plan.rows[n]) + block + i,
+                   __uint_as_float((u32)((i < 2 ? chunk.low : chunk.high) >> 32 * (i % 2))));
 }
 
-// Piece `piece` of record j.
-DEVICE bool receive_piece(const Args& a, const Placement& s, WarpSpace& space, u32 j, u32 piece,
+// Piece `number` of record j.
+DEVICE bool receive_piece(const Args& a, const Placement& s, WarpSpace& space, u32 j, u32 number,
                           u64 epoch)
 {
     const u32 group = group_of(s, j);
-    const u32 peer = group * (u32)REPLICAS;
-    const u64 record = record_at(a.symmetric, a, group, j - s.group_start[group]);
-    Pair own, first;
-    if (!wait_line(a, record, piece, RECORD_WORDS, epoch, PHASE_DISPATCH_RECV, peer, &own))
-        return false;
+    Piece own, first;
+    own.lines = record_at(a.symmetric, a, group, j - s.group_start[group]);
+    own.number = number;
+    own.words = RECORD_WORDS;
+    own.peer = group * (u32)REPLICAS;
     first = own;
-    if (piece > 0 && LAYOUT != LAYOUT_RANK &&
-        !wait_line(a, record, 0, RECORD_WORDS, epoch, PHASE_DISPATCH_RECV, peer, &first))
-        return false;
-    if (piece == 0 || LAYOUT != LAYOUT_RANK) {
-        keep_words(space, first);
-        plan_record(a, s, reinterpret_cast<const u32*>(space.head_piece), j, group, piece == 0,
+    first.number = 0;
+    const bool needs_meta = LAYOUT != LAYOUT_RANK || number == 0;
+    LineRead r = own.read(epoch), meta = needs_meta ? first.read(epoch) : r;
+    if (!wait_piece(a, own, epoch, PHASE_DISPATCH_RECV, r)) return false;
+    const Pair chunk = to_chunks(r.v);
+    if (needs_meta) {
+        if (!wait_piece(a, first, epoch, PHASE_DISPATCH_RECV, meta)) return false;
+        keep_chunks(space, to_chunks(meta.v));
+        plan_record(a, s, reinterpret_cast<const u32*>(space.head_piece), j, group, number == 0,
                     space.plan);
     } else if (lane_id() == 0) {
         space.plan.num = 1;
         space.plan.rows[0] = j;
     }
     __syncwarp();
-    if (lane_live(piece, RECORD_WORDS)) {
-        const u32 word = lane_word(piece);
-        place_word(a, space.plan, word, own.low);
-        if (!holds_flag()) place_word(a, space.plan, word + 1, own.high);
-    }
+    const u32 c = number * PIECE_CHUNKS + lane_id();
+    if (lane_id() < PIECE_CHUNKS && c < RECORD_WORDS / 2) place_chunk(a, space.plan, c, chunk);
     __syncwarp();  // nobody still reads this warp's space
     return true;
 }
 
-extern "C" __global__ void dispatch_recv_lines(Args a)
+DEVICE void receive_pieces(const Args& a, const Placement& s, WarpSpace& space, u64 epoch)
 {
-    const u64 epoch = ld(epoch_word(a));
-    note_epoch(epoch);
-    if (__syncthreads_or(threadIdx.x == 0 && aborted(a, epoch))) return;
-
-    DYNAMIC_SHARED(WarpSpace, spaces);
-    const Placement s = placement_at(a, reinterpret_cast<u32*>(spaces + num_warps()));
-    if (place_rows(a, s, epoch) != Step::receive) return;
     const u32 pieces = num_pieces(RECORD_WORDS);
     const u32 tasks = s.group_start[NUM_GROUPS] * pieces;
     for (u32 task = blockIdx.x * num_warps() + warp_id(); task < tasks;
          task += gridDim.x * num_warps())
-        if (!receive_piece(a, s, spaces[warp_id()], task / pieces, task % pieces, epoch)) return;
+        if (!receive_piece(a, s, space, task / pieces, task % pieces, epoch)) return;
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_recv_lines(Args a)
+{
+    u64 epoch;
+    if (!begin_recv(a, &epoch)) return;
+    DYNAMIC_SHARED(WarpSpace, spaces);
+    const Placement s = placement_at(a, reinterpret_cast<u32*>(spaces + num_warps()));
+    if (place_rows(a, s, epoch)) receive_pieces(a, s, spaces[warp_id()], epoch);
+    wait_for_earlier_kernels();  // whoever waits for this kernel also waits for dispatch_send
 }

@@ -59,25 +59,22 @@ DEVICE void send_tokens(const Args& a, const Counters& s, Share share, u64 epoch
             send_meta(a, plan, t);
             __syncthreads();  // every thread's part of the record comes before its flag
             // Only warp 0 still reads the plan, and it alone makes the next one.
-            if (threadIdx.x < plan.num_dest) st_release_sys(plan.flag[threadIdx.x], epoch);
+            if (warp_id() == 0 && lane_id() < plan.num_dest)
+                st_release_sys(plan.flag[lane_id()], epoch);
         }
     }
 }
 
-extern "C" __global__ void dispatch_send(Args a)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_send(Args a)
 {
-    const u64 epoch = ld(done_word(a)) + 1;
-    note_epoch(epoch);
-    if (__syncthreads_or(threadIdx.x == 0 && aborted(a, epoch))) return;
-    if (!acks_arrived(a, epoch)) return;
-
     DYNAMIC_SHARED(u32, words);
     const Counters s = counters_at(words);
+    u64 epoch;
+    if (!begin_send(a, s, &epoch)) return;
     const u32 tokens = token_count(a);
     if (blockIdx.x == 0) announce(a, s, tokens, epoch);
     if (blockIdx.x > 0 || gridDim.x == 1) {
         const Share share = token_share(tokens);
-        clear_counts(s);
         count_tokens(a, s, 0, share.first);
         __syncthreads();
         send_tokens(a, s, share, epoch);

@@ -31,11 +31,14 @@ struct Image {
     }
 };
 
-DEVICE void make_meta(const Args& a, const Plan& plan, u32 t, const Image& image)
+// Warp 0: where token t goes, and what each destination is told.
+DEVICE void plan_image(const Args& a, const Counters& s, u32 t, const Image& image)
 {
+    plan_token(a, s, t);
+    __syncwarp();
     const u32 words = META_BYTES / 4;
-    for (u32 i = threadIdx.x; i < plan.num_dest * words; i += blockDim.x)
-        image.meta[i] = meta_word(a, plan, t, i / words, i % words);
+    for (u32 i = lane_id(); i < s.plan->num_dest * words; i += WARP_SIZE)
+        image.meta[i] = meta_word(a, *s.plan, t, i / words, i % words);
 }
 
 DEVICE void send_image(const Plan& plan, const Image& image, u64 epoch)
@@ -43,7 +46,7 @@ DEVICE void send_image(const Plan& plan, const Image& image, u64 epoch)
     const u32 pieces = num_pieces(RECORD_WORDS);
     for (u32 task = warp_id(); task < plan.num_dest * pieces; task += num_warps()) {
         const u32 d = task / pieces, piece = task % pieces;
-        const u32 word = lane_word(piece);
+        const u32 word = piece * WARP_WORDS + lane_id() / 8 * LINE_WORDS + lane_id() % 8 * 2;
         Pair v;
         v.low = image.word(d, word);
         v.high = holds_flag() ? epoch : image.word(d, word + 1);
@@ -54,37 +57,28 @@ DEVICE void send_image(const Plan& plan, const Image& image, u64 epoch)
 DEVICE void send_tokens(const Args& a, const Counters& s, Share share, Image image, u64 epoch)
 {
     const u32 replica = (u32)(a.rank % REPLICAS);
+    count_tokens(a, s, 0, share.first);
     for (u32 t = share.first; t < share.last; ++t) {
-        if (warp_id() == 0) plan_token(a, s, t);
         const bool ours = t % REPLICAS == replica;
-        if (ours) make_row(a, t, image);
-        __syncthreads();
-        if (ours) make_meta(a, *s.plan, t, image);
+        if (ours) make_row(a, t, image);  // needs no plan: its loads overlap the counting
+        __syncthreads();                  // what comes before t is counted
+        if (warp_id() == 0) plan_image(a, s, t, image);
         __syncthreads();  // every thread's part of the image comes before it is sent
         if (ours) send_image(*s.plan, image, epoch);
         __syncthreads();  // nobody still reads plan and image
     }
 }
 
-extern "C" __global__ void dispatch_send_lines(Args a)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_send_lines(Args a)
 {
-    const u64 epoch = ld(done_word(a)) + 1;
-    note_epoch(epoch);
-    if (__syncthreads_or(threadIdx.x == 0 && aborted(a, epoch))) return;
-    if (!acks_arrived(a, epoch)) return;
-
     DYNAMIC_SHARED(u32, words);
     const Counters s = counters_at(words);
+    u64 epoch;
+    if (!begin_send(a, s, &epoch)) return;
     Image image;
     image.body = reinterpret_cast<u8*>(words) + (counters_bytes() + 15) / 16 * 16;
     image.meta = reinterpret_cast<u32*>(image.body + RECORD_WORDS * 8 - META_BYTES);
     const u32 tokens = token_count(a);
     if (blockIdx.x == 0) announce(a, s, tokens, epoch);
-    if (blockIdx.x > 0 || gridDim.x == 1) {
-        const Share share = token_share(tokens);
-        clear_counts(s);
-        count_tokens(a, s, 0, share.first);
-        __syncthreads();
-        send_tokens(a, s, share, image, epoch);
-    }
+    if (blockIdx.x > 0 || gridDim.x == 1) send_tokens(a, s, token_share(tokens), image, epoch);
 }

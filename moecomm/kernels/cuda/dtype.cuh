@@ -44,6 +44,16 @@ DEVICE Chunk to_chunk(uint4 v)
     return c;
 }
 
+DEVICE Chunk to_chunk(u64 low, u64 high)
+{
+    Chunk c;
+    c.words[0] = (u32)low;
+    c.words[1] = (u32)(low >> 32);
+    c.words[2] = (u32)high;
+    c.words[3] = (u32)(high >> 32);
+    return c;
+}
+
 DEVICE uint4 to_v4(const Chunk& c)
 {
     uint4 v;
@@ -183,65 +193,39 @@ struct Row {
     static DEVICE u64 num_chunks() { return (HIDDEN + kElems - 1) / kElems; }
 };
 
-// ---- words (8 bytes) of rows, for lines -------------------------------------------------------
+// ---- sums in fp32 ---------------------------------------------------------------------------------
+// The elements of one chunk, added up: a multiplication and an addition each round on their own, so
+// that anybody can say bit for bit what comes out.
 template <int D>
-DEVICE u64 load_word(const void* row, u32 i, bool aligned)
-{
-    typedef typename Bits<D>::type Elem;
-    if (aligned) return ld(reinterpret_cast<const u64*>(row) + i);
-    const u32 elems = 8 / sizeof(Elem);
-    u64 word = 0;
-    for (u32 e = 0; e < elems; ++e)
-        word |= (u64)ld(reinterpret_cast<const Elem*>(row) + i * elems + e) << (8 * sizeof(Elem) * e);
-    return word;
-}
+struct Sum {
+    typedef Row<D> R;
+    float values[R::kElems];
 
-template <int D>
-DEVICE void store_word(void* row, u32 i, u64 word, bool aligned)
-{
-    typedef typename Bits<D>::type Elem;
-    if (aligned) {
-        st(reinterpret_cast<u64*>(row) + i, word);
-        return;
-    }
-    const u32 elems = 8 / sizeof(Elem);
-    for (u32 e = 0; e < elems; ++e)
-        st(reinterpret_cast<Elem*>(row) + i * elems + e, (Elem)(word >> (8 * sizeof(Elem) * e)));
-}
-
-// The elements of one word as fp32 sums.
-template <int D>
-struct Floats {
-    typedef typename Bits<D>::type Elem;
-    static constexpr u32 kElems = 8 / sizeof(Elem);
-    static constexpr u32 kBits = 8 * sizeof(Elem);
-    float values[kElems];
-
-    static DEVICE Floats zero()
+    static DEVICE Sum zero()
     {
-        Floats f;
-        for (u32 e = 0; e < kElems; ++e) f.values[e] = 0.0f;
-        return f;
+        Sum s;
+        for (u32 e = 0; e < R::kElems; ++e) s.values[e] = 0.0f;
+        return s;
     }
 
-    static DEVICE Floats of(u64 word)
+    static DEVICE Sum of(const Chunk& c)
     {
-        Floats f;
-        for (u32 e = 0; e < kElems; ++e) f.values[e] = decode<D>((Elem)(word >> (kBits * e)));
-        return f;
+        Sum s;
+        for (u32 e = 0; e < R::kElems; ++e) s.values[e] = decode<D>(get<typename R::Elem>(c, e));
+        return s;
     }
 
-    DEVICE void add(float weight, u64 word)
+    DEVICE void add(float weight, const Chunk& c)
     {
-        const Floats y = of(word);
-        for (u32 e = 0; e < kElems; ++e)
+        const Sum y = of(c);
+        for (u32 e = 0; e < R::kElems; ++e)
             values[e] = __fadd_rn(values[e], __fmul_rn(weight, y.values[e]));
     }
 
-    DEVICE u64 word() const
+    DEVICE Chunk rounded() const
     {
-        u64 out = 0;
-        for (u32 e = 0; e < kElems; ++e) out |= (u64)encode<D>(values[e]) << (kBits * e);
-        return out;
+        Chunk c = zero_chunk();
+        for (u32 e = 0; e < R::kElems; ++e) set<typename R::Elem>(c, e, encode<D>(values[e]));
+        return c;
     }
 };

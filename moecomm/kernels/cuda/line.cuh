@@ -4,8 +4,9 @@
 // 128-byte store of one warp instruction as a whole, so a reader that finds the flag finds the
 // data: no fence, and no second trip for a flag. (NCCL's LL128 protocol rests on the same.) A line
 // carries 15 words of 8 bytes; lane i of the eight has words 2i and 2i+1, the last one word 14 and
-// the flag. One warp handles four lines: 60 words.
+// the flag. One warp handles four lines at a time, a *piece* of 60 words.
 #pragma once
+#include "dtype.cuh"
 #include "protocol.cuh"
 
 #define LINE_BYTES 128u
@@ -19,14 +20,10 @@ struct Pair {
 
 DEVICE bool holds_flag() { return lane_id() % 8 == 7; }
 
-// The lane's first word in the warp's piece `piece` of an image; the next one is its second, unless
-// the lane holds the flag.
-DEVICE u32 lane_word(u32 piece)
+DEVICE u64 lane_address(u64 lines, u32 piece)
 {
-    return piece * WARP_WORDS + lane_id() / 8 * LINE_WORDS + lane_id() % 8 * 2;
+    return lines + piece * (WARP_LINES * LINE_BYTES) + lane_id() * 16;
 }
-
-DEVICE u64 lane_address(u64 lines, u32 piece) { return lines + piece * (WARP_LINES * LINE_BYTES) + lane_id() * 16; }
 
 DEVICE u32 num_pieces(u32 words) { return (words + WARP_WORDS - 1) / WARP_WORDS; }
 
@@ -35,6 +32,43 @@ DEVICE bool lane_live(u32 piece, u32 words)
 {
     return piece * WARP_WORDS + lane_id() / 8 * LINE_WORDS < words;
 }
+
+// Memory has words two by two, 16 bytes a lane; lines have 15 in a row. Lanes trade words so that
+// both sides move 16 bytes at a time: half as many, and full, memory transactions.
+#define PIECE_CHUNKS 30u  // 16-byte chunks of a piece: lanes 0 to 29 hold one each
+
+DEVICE u64 traded(Pair v, u32 lane, bool second)
+{
+    const u64 low = __shfl_sync(FULL_WARP, v.low, lane), high = __shfl_sync(FULL_WARP, v.high, lane);
+    return second ? high : low;
+}
+
+// As in lines → lane i has words 2i and 2i + 1 of the piece.
+DEVICE Pair to_chunks(Pair v)
+{
+    const u32 first = lane_id() < PIECE_CHUNKS ? 2 * lane_id() : 0, second = first + 1;
+    Pair chunk;
+    chunk.low = traded(v, first / LINE_WORDS * 8 + first % LINE_WORDS / 2, first % LINE_WORDS & 1);
+    chunk.high = traded(v, second / LINE_WORDS * 8 + second % LINE_WORDS / 2, second % LINE_WORDS & 1);
+    return chunk;
+}
+
+// The other way round; flag lanes get `flag` for their second word.
+DEVICE Pair to_lines(Pair chunk, u64 flag)
+{
+    const u32 first = lane_id() / 8 * LINE_WORDS + lane_id() % 8 * 2;
+    const u32 second = holds_flag() ? first : first + 1;
+    Pair v;
+    v.low = traded(chunk, first / 2, first & 1);
+    const u64 high = traded(chunk, second / 2, second & 1);
+    v.high = holds_flag() ? flag : high;
+    return v;
+}
+
+struct LineRead {
+    Pair v;
+    bool there;
+};
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 
@@ -45,15 +79,18 @@ DEVICE void st_line(u64 at, Pair v, bool live)
                      : "memory");
 }
 
-// True if all live lines of the warp carry the flag.
-DEVICE bool ld_line(u64 at, u64 flag, bool live, Pair* v)
+// Reads the lane's part. The lines are there if `there` holds on all lanes (all_there).
+DEVICE LineRead read_line(u64 at, u64 flag, bool live)
 {
+    LineRead r;
+    r.v.low = r.v.high = 0;
     if (live)
         asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];"
-                     : "=l"(v->low), "=l"(v->high)
+                     : "=l"(r.v.low), "=l"(r.v.high)
                      : "l"(at)
                      : "memory");
-    return __all_sync(FULL_WARP, !live || !holds_flag() || v->high == flag);
+    r.there = !live || !holds_flag() || r.v.high == flag;
+    return r;
 }
 
 #else
@@ -71,38 +108,54 @@ DEVICE void st_line(u64 at, Pair v, bool live)
     if (live && holds_flag()) st_release_sys(words + 1, v.high);
 }
 
-DEVICE bool ld_line(u64 at, u64 flag, bool live, Pair* v)
+DEVICE LineRead read_line(u64 at, u64 flag, bool live)
 {
     const u64* words = reinterpret_cast<const u64*>(at);
-    const bool there = !live || !holds_flag() || ld_acquire_sys(words + 1) == flag;
-    if (!__all_sync(FULL_WARP, there)) return false;
+    LineRead r;
+    r.v.low = r.v.high = 0;
+    r.there = __all_sync(FULL_WARP, !live || !holds_flag() || ld_acquire_sys(words + 1) == flag);
+    if (!r.there) return r;
     __syncwarp();  // what the flags' lanes acquired holds for all
-    if (!live) return true;
-    v->low = ld(words);
-    v->high = holds_flag() ? flag : ld(words + 1);
-    return true;
+    if (!live) return r;
+    r.v.low = ld(words);
+    r.v.high = holds_flag() ? flag : ld(words + 1);
+    return r;
 }
 
 #endif
 
-// Waits until the warp's piece of `lines` has arrived. All lanes call it and get the same answer;
-// false as in wait_for.
-DEVICE bool wait_line(const Args& a, u64 lines, u32 piece, u32 words, u64 epoch, u32 phase, u32 peer,
-                      Pair* v)
+DEVICE bool all_there(const LineRead& r) { return __all_sync(FULL_WARP, r.there); }
+
+// Where a piece comes from.
+struct Piece {
+    u64 lines;
+    u32 number;
+    u32 words;  // of the whole image
+    u32 peer;
+
+    DEVICE LineRead read(u64 epoch) const
+    {
+        return read_line(lane_address(lines, number), epoch, lane_live(number, words));
+    }
+};
+
+// Waits until a piece of which `r` is a first reading has arrived. All lanes call it and get the
+// same answer; false as in wait_for.
+DEVICE bool wait_piece(const Args& a, const Piece& piece, u64 epoch, u32 phase, LineRead& r)
 {
-    const u64 at = lane_address(lines, piece);
-    const bool live = lane_live(piece, words);
-    if (ld_line(at, epoch, live, v)) return true;
-    note_wait(reinterpret_cast<const u64*>(lines + piece * (WARP_LINES * LINE_BYTES) + 120), epoch);
+    if (all_there(r)) return true;
+    note_wait(reinterpret_cast<const u64*>(piece.lines + piece.number * (WARP_LINES * LINE_BYTES) + 120),
+              epoch);
     const u64 start = global_timer_ns();
     for (u32 spins = 1;; ++spins) {
         const bool look = poll_pause(spins);
-        if (ld_line(at, epoch, live, v)) return true;
+        r = piece.read(epoch);
+        if (all_there(r)) return true;
         if (!look) continue;
         const bool late = global_timer_ns() - start > a.timeout_ns;
-        if (__any_sync(FULL_WARP, aborted(a, epoch))) return false;
+        if (__any_sync(FULL_WARP, aborted(a, load_abort(a), epoch))) return false;
         if (!__any_sync(FULL_WARP, late)) continue;
-        if (lane_id() == 0) report_timeout(a, phase, peer, epoch, epoch, 0);
+        if (lane_id() == 0) report_timeout(a, phase, piece.peer, epoch, epoch, 0);
         return false;
     }
 }

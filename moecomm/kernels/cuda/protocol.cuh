@@ -132,17 +132,20 @@ DEVICE u64 combine_row(u64 base, const Args& a, u64 token, u64 place)
     return base + SYM_COMBINE_ROW + place_number(a, token, place) * COMBINE_STRIDE;
 }
 
-// The slot's epoch: set by dispatch_send, read by the later stages. And the last one that got as
-// far as dispatch_recv, from which the next dispatch_send counts on. No stage writes the word that
-// it reads, so no block can see it change.
-DEVICE u64* epoch_word(const Args& a) { return local_at<u64>(a, LOC_EPOCH, 2 * a.slot); }
-DEVICE u64* done_word(const Args& a) { return local_at<u64>(a, LOC_EPOCH, 2 * a.slot + 1); }
+// Two words a slot. `sent`: the epoch that dispatch_send gave this use of the slot; the combine
+// stages read it. `read`: the last epoch whose records this rank has read, set by combine_send or
+// release; both dispatch stages count on from it. No stage reads the word that it writes, and the
+// stages that write wait for all earlier kernels first: so no block can see its word change.
+DEVICE u64* sent_word(const Args& a) { return local_at<u64>(a, LOC_EPOCH, 2 * a.slot); }
+DEVICE u64* read_word(const Args& a) { return local_at<u64>(a, LOC_EPOCH, 2 * a.slot + 1); }
 
-// Block 0 of the first stage after dispatch_recv: this rank has read its records of `epoch`.
+// The first stage after dispatch_recv: this rank has read its records of `epoch`. The last warp
+// of block 0 says so; the others go on.
 DEVICE void acknowledge(const Args& a, u64 epoch)
 {
-    if (blockIdx.x > 0) return;
-    for (u64 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x)
+    if (blockIdx.x > 0 || warp_id() != num_warps() - 1) return;
+    if (lane_id() == 0) st(read_word(a), epoch);
+    for (u64 r = lane_id(); r < NUM_RANKS; r += WARP_SIZE)
         st_release_sys(ack_flag(peer_base(a, r), a, a.rank), epoch);
 }
 
@@ -215,10 +218,14 @@ DEVICE void report_timeout(const Args& a, u32 phase, u32 peer, u64 epoch, u64 ex
                        abort_word(phase, (u32)a.rank, peer));
 }
 
-// Whether some rank has given up. The communicator is then of no more use.
-DEVICE bool aborted(const Args& a, u64 epoch)
+DEVICE u64 load_abort(const Args& a)
 {
-    const u64 word = ld_relaxed_sys(reinterpret_cast<u64*>(a.symmetric + SYM_ABORT));
+    return ld_relaxed_sys(reinterpret_cast<u64*>(a.symmetric + SYM_ABORT));
+}
+
+// Whether some rank has given up (`word` from load_abort). The communicator is of no more use.
+DEVICE bool aborted(const Args& a, u64 word, u64 epoch)
+{
     if (word == 0) return false;
     if (claim_status(a, STATUS_FAILURE, epoch)) {
         Status s = {CODE_ABORTED, word >> 32 & 0xff, word >> 16 & 0xffff, word & 0xffff, epoch, epoch,
@@ -244,27 +251,48 @@ struct CountArrived {  // a count word of this very epoch
 // Waits until `done` holds for the word at `flag`, with acquire order. False: it timed out or the
 // group has given up; that is reported, and the caller returns without touching peers again.
 // `expected` is what the host is told the wait was for.
+// `*last` is the word that was seen last.
 template <class Done>
 DEVICE bool wait_for(const Args& a, const u64* flag, Done done, u64 expected, u64 epoch, u32 phase,
-                     u32 peer)
+                     u32 peer, u64* last)
 {
     u64 word = ld_acquire_sys(flag);
+    *last = word;
     if (done(word)) return true;
     note_wait(flag, expected);
     const u64 start = global_timer_ns();
     for (u32 spins = 1;; ++spins) {
         const bool look = poll_pause(spins);
         word = ld_acquire_sys(flag);
+        *last = word;
         const u64 waited = look || done(word) ? global_timer_ns() - start : 0;
         if (done(word)) {
             atomicAdd(local_at<u64>(a, LOC_STAT_WAIT_NS, phase * NUM_RANKS + peer), waited);
             return true;
         }
         if (!look) continue;
-        if (aborted(a, epoch)) return false;
+        if (aborted(a, load_abort(a), epoch)) return false;
         if (waited > a.timeout_ns) {
             report_timeout(a, phase, peer, epoch, expected, done.seen(word));
             return false;
         }
     }
+}
+
+// One thread waits for a flag that holds an epoch.
+DEVICE bool wait_flag(const Args& a, const u64* flag, u64 epoch, u32 phase, u32 peer)
+{
+    u64 last;
+    return wait_for(a, flag, FlagReached{epoch}, epoch, epoch, phase, peer, &last);
+}
+
+// Begins a combine stage. False if there is nothing to do: the group has given up, or the step
+// overflowed everywhere. Threads may differ in what they see of the former.
+DEVICE bool begin_combine(const Args& a, u64* epoch)
+{
+    const u64 abort = load_abort(a);
+    *epoch = ld(sent_word(a));
+    note_epoch(*epoch);
+    const bool overflowed = CAPPED && ld(local_at<u64>(a, LOC_OVERFLOWED, a.slot)) == *epoch;
+    return !overflowed && !aborted(a, abort, *epoch);
 }

@@ -5,7 +5,8 @@
 
 extern "C" __global__ void release(Args a)
 {
-    const u64 epoch = ld(epoch_word(a));
-    note_epoch(epoch);
-    if (!aborted(a, epoch)) acknowledge(a, epoch);
+    wait_for_earlier_kernels();
+    u64 epoch;
+    begin_combine(a, &epoch);
+    acknowledge(a, epoch);
 }

@@ -18,21 +18,44 @@ DEVICE void load_returned(const Args& a, Returned& rec, u32 j)
     const u64 kept = a.slot * NUM_GROUPS * MAX_TOKENS + j;
     const u32* meta = reinterpret_cast<const u32*>(a.local + LOC_META + kept * META_BYTES);
     const u32 k = lane_id();
-    const bool wanted = k < TOP_K && ld(meta + META_EXPERT + k) != NO_EXPERT;
+    // All that is needed, read in one go.
+    const bool slot = k < TOP_K;
+    const u32 token = ld(meta + META_TOKEN);
+    const u32 group = ld(meta + META_GROUP);
+    const u32 own_place = ld(meta + META_PLACE);
+    const u32 expert = slot ? ld(meta + META_EXPERT + k) : NO_EXPERT;
+    const u32 row = slot ? ld(local_at<u32>(a, LOC_ROW_OF, kept * TOP_K + k)) : 0;
+    const float weight = slot ? __uint_as_float(ld(meta + META_WEIGHT + k)) : 0.0f;
+
+    const bool wanted = LAYOUT == LAYOUT_RANK ? k == 0 : expert != NO_EXPERT;
     const u32 mask = __ballot_sync(FULL_WARP, wanted);
     const u32 at = __popc(mask & ((1u << k) - 1));
-    if (wanted && LAYOUT != LAYOUT_RANK) {
-        rec.row[at] = ld(local_at<u32>(a, LOC_ROW_OF, kept * TOP_K + k));
-        rec.place[at] = ROWS_PER_RANK ? ld(meta + META_PLACE) : k;
-        rec.weight[at] = __uint_as_float(ld(meta + META_WEIGHT + k));
+    if (wanted) {
+        rec.row[at] = row;
+        rec.place[at] = ROWS_PER_RANK ? own_place : k;
+        rec.weight[at] = weight;
     }
     if (k == 0) {
-        rec.token = ld(meta + META_TOKEN);
-        rec.group = ld(meta + META_GROUP);
-        rec.num = LAYOUT == LAYOUT_RANK ? 1 : __popc(mask);
-        if (LAYOUT == LAYOUT_RANK) {
-            rec.row[0] = j;
-            rec.place[0] = ld(meta + META_PLACE);
-        }
+        rec.token = token;
+        rec.group = group;
+        rec.num = __popc(mask);
     }
+}
+
+#define ROWS_AT_ONCE 4u  // independent loads under way in one thread
+
+// Chunk c of what goes back for the record: the weighted sum of its rows, in slot order.
+DEVICE Chunk weighted_sum(const Args& a, const Returned& rec, u64 c)
+{
+    typedef Row<COMBINE_DTYPE> Y;
+    Sum<COMBINE_DTYPE> sum = Sum<COMBINE_DTYPE>::zero();
+    for (u32 first = 0; first < rec.num; first += ROWS_AT_ONCE) {
+        Chunk y[ROWS_AT_ONCE];
+        for (u32 i = 0; i < ROWS_AT_ONCE; ++i)
+            if (first + i < rec.num)
+                y[i] = Y::load((const void*)(a.y + rec.row[first + i] * a.y_stride), c, a.y_aligned);
+        for (u32 i = 0; i < ROWS_AT_ONCE; ++i)
+            if (first + i < rec.num) sum.add(rec.weight[first + i], y[i]);
+    }
+    return sum.rounded();
 }

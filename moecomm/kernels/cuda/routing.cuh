@@ -64,7 +64,6 @@ DEVICE bool is_first(u32 mask) { return __ffs(mask) - 1 == (i32)lane_id(); }
 DEVICE void clear_counts(const Counters& s)
 {
     for (u32 i = threadIdx.x; i < NUM_EXPERTS + NUM_RANKS; i += blockDim.x) s.expert_count[i] = 0;
-    __syncthreads();
 }
 
 // Adds tokens [first, last) to the counters, 32 / TOP_K tokens a warp and turn. An expert or rank
@@ -208,24 +207,48 @@ DEVICE void check_values(const Args& a, u32 tokens, u64 epoch)
 DEVICE bool acks_arrived(const Args& a, u64 epoch)
 {
     bool ok = true;
-    for (u64 r = threadIdx.x; r < NUM_RANKS && ok; r += blockDim.x)
+    for (u64 r = threadIdx.x; r < NUM_RANKS && ok; r += blockDim.x) {
+        u64 last;
         ok = wait_for(a, ack_flag(a.symmetric, a, r), FlagReached{epoch - 1}, epoch - 1, epoch,
-                      PHASE_DISPATCH_SEND, (u32)r);
+                      PHASE_DISPATCH_SEND, (u32)r, &last);
+    }
     return __syncthreads_and(ok);
 }
 
-// Block 0 counts everything and tells all ranks.
-DEVICE void announce(const Args& a, const Counters& s, u32 tokens, u64 epoch)
+// Begins dispatch_send: clears the counters, finds the epoch and whether the slot may be written. The words needed are
+// read together, since usually all is well; only else does anybody look again.
+DEVICE bool begin_send(const Args& a, const Counters& s, u64* epoch)
 {
     clear_counts(s);
+    wait_for_earlier_kernels();
+    const u64 read = ld(read_word(a));
+    const u64 abort = load_abort(a);
+    const bool look = threadIdx.x < NUM_RANKS;
+    const u64 ack = look ? ld_acquire_sys(ack_flag(a.symmetric, a, threadIdx.x)) : read;
+    *epoch = read + 1;
+    note_epoch(*epoch);
+    const bool well = abort == 0 && ack >= read && NUM_RANKS <= blockDim.x;
+    const bool all_well = __syncthreads_and(well);
+    let_next_kernel_start();  // every block that gets here has read its words
+    if (all_well) return true;
+    if (__syncthreads_or(threadIdx.x == 0 && aborted(a, abort, *epoch))) return false;
+    return acks_arrived(a, *epoch);
+}
+
+// Block 0 counts everything, from cleared counters, and tells all ranks. The counters are clear again
+// afterwards, for a block 0 that also sends.
+DEVICE void announce(const Args& a, const Counters& s, u32 tokens, u64 epoch)
+{
     count_tokens(a, s, 0, tokens);
     __syncthreads();
     send_heads(a, s, epoch);
     if (CHECK_VALUES) check_values(a, tokens, epoch);
     if (threadIdx.x == 0) {
         st(local_at<u32>(a, LOC_NUM_TOKENS, a.slot), tokens);
-        st(epoch_word(a), epoch);
+        st(sent_word(a), epoch);
     }
+    __syncthreads();
+    clear_counts(s);
     __syncthreads();
 }
 
