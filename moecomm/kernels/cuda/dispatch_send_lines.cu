@@ -24,6 +24,13 @@ struct Image {
         reinterpret_cast<float*>(body + RECORD_SCALE_OFF - META_BYTES)[block] = scale;
     }
 
+    // Between the last scale and the end of the image: sent, but never written again.
+    DEVICE void clear_rest() const
+    {
+        const u64 end = (RECORD_WORDS * 8 - RECORD_SCALE_OFF) / 4;
+        for (u64 b = NUM_SCALES + threadIdx.x; b < end; b += blockDim.x) row_scale(b, 0.0f);
+    }
+
     DEVICE u64 word(u32 d, u32 i) const
     {
         if (i < META_BYTES / 8) return reinterpret_cast<const u64*>(meta)[d * (META_BYTES / 8) + i];
@@ -57,6 +64,7 @@ DEVICE void send_image(const Plan& plan, const Image& image, u64 epoch)
 DEVICE void send_tokens(const Args& a, const Counters& s, Share share, Image image, u64 epoch)
 {
     const u32 replica = (u32)(a.rank % REPLICAS);
+    image.clear_rest();
     count_tokens(a, s, 0, share.first);
     for (u32 t = share.first; t < share.last; ++t) {
         const bool ours = t % REPLICAS == replica;
