@@ -101,9 +101,7 @@ class MoeConfig:
                 f"{MAX_TIMEOUT_S}"
             )
         if self.top_k > self.num_experts:
-            raise ConfigError(
-                f"top_k={self.top_k}: must be at most num_experts={self.num_experts}"
-            )
+            raise ConfigError(f"top_k={self.top_k}: must be at most num_experts={self.num_experts}")
 
     def _check_choices(self) -> None:
         _choice("dispatch_dtype", self.dispatch_dtype, DISPATCH_DTYPES)

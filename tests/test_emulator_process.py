@@ -155,5 +155,7 @@ def test_sixteen_processes_build_into_one_cold_cache(tmp_path: Path, workers: Wo
     cache = {"MOECOMM_CACHE_DIR": str(tmp_path / "cache"), "MOECOMM_CXX": str(compiler)}
     builders = [workers.start("build", **cache) for _ in range(16)]
     assert [workers.finish(builder) for builder in builders] == ["3\n"] * 16
-    compiled = [Path(line.split()[-1]).name for line in log.read_text().splitlines() if " -c " in line]
+    compiled = [
+        Path(line.split()[-1]).name for line in log.read_text().splitlines() if " -c " in line
+    ]
     assert sorted(compiled) == ["emulator_runtime.cpp", "primitives.cpp"]
