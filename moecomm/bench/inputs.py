@@ -85,11 +85,13 @@ def cast(torch: Any, x: Any, block: int | None) -> tuple[Any, Any]:
     padded = torch.nn.functional.pad(values, (0, num * block - hidden))
     blocks = padded.view(*values.shape[:-1], num, block)
     largest = blocks.abs().amax(-1).clamp(min=SMALLEST)
-    inverse = FP8_MAX / largest
+    # Tensor by tensor: torch turns a division by or of a Python number into a multiplication.
+    most = torch.full_like(largest, FP8_MAX)
+    inverse = most / largest
     scaled = (blocks * inverse[..., None]).clamp(-FP8_MAX, FP8_MAX)
     rows = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
     rows = rows.view(*values.shape[:-1], num * block)[..., :hidden].contiguous()
-    return rows.view(torch.float8_e4m3fn), largest / FP8_MAX
+    return rows.view(torch.float8_e4m3fn), largest / most
 
 
 def expand(rows: Any, scale: Any, block: int | None) -> Any:

@@ -77,7 +77,8 @@ def _try(command: Sequence[str], workplace: Path | None) -> str | None:
     with folder as name:
         source, library = Path(name) / "tiny.cpp", Path(name) / "tiny.so"
         source.write_text(_PROGRAM, encoding="utf-8")
-        done = _run([*command, *build.FLAGS, "-o", str(library), str(source), "-lm"])
+        flags = (*build.FLAGS, *build.LINK_FLAGS)
+        done = _run([*command, *flags, "-o", str(library), str(source), "-lm"])
         if done.returncode != 0:
             lines = [line for line in done.stderr.splitlines() if "error" in line]
             return f"does not compile: {(lines or [f'exit code {done.returncode}'])[0]}"
