@@ -19,7 +19,7 @@ from moecomm.emulator.build import find_compiler, include_dir
 def run_driver(tmp_path: Path, compiler: list[str], runner: list[str]) -> None:
     driver = str(tmp_path / "driver")
     command = [
-        *compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off",
+        *compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off",
         "-fno-strict-aliasing", "-I", str(include_dir()), str(KERNELS / "driver.cpp"),
         "-o", driver, "-lm", "-ldl",
     ]  # fmt: skip

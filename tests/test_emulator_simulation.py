@@ -205,6 +205,18 @@ def test_the_store() -> None:
         assert {value for _, value in results} == {b"value"}
 
 
+def test_a_subgroup_numbers_its_ranks_itself() -> None:
+    ring = Ring(2)
+
+    def body(group: Any) -> list[int]:
+        pair = group.subgroup([2, 0])
+        return ring.step(pair, "ring", 5.0) if pair is not None else []
+
+    results = simulate(body, 3, seed=4)
+    assert results[1] == []
+    assert [(r[0], r[2:4]) for r in (results[0], results[2])] == [(1, ring.sums)] * 2
+
+
 def test_simulations_leave_nothing_behind() -> None:
     """Neither keys nor memory names nor counters of one are seen by the next."""
 

@@ -62,12 +62,16 @@ class Hosts:
         self._answers[rank].put(answer)
         return self._next_request()
 
-    def ask(self, rank: int, request: Any) -> Any:
+    def own_rank(self) -> int | None:
+        """The rank whose thread this is; ``None`` elsewhere."""
+        rank: int | None = getattr(self._own, "rank", None)
+        return rank
+
+    def ask(self, request: Any) -> Any:
         """In a rank's thread: hand over ``request`` and the turn; return the answer."""
-        if getattr(self._own, "rank", None) != rank:
-            raise StateError(
-                f"rank {rank} of a simulation may launch and wait in its own thread only"
-            )
+        rank = self.own_rank()
+        if rank is None:
+            raise StateError("a rank of a simulation may launch and wait in its own thread only")
         self._requests.put((rank, request))
         answer = self._answers[rank].get()
         if isinstance(answer, BaseException):

@@ -240,12 +240,12 @@ private:
     {
         const ThreadClock& t = f->clock;
         if (c.flags & kManyReaders) {
-            shadow_.readers(c).add(t, now(f));
+            shadow_.readers(c).add(now(f));
         } else if (c.read.slot == kNobody || t.after(c.read.slot, c.read.time)) {
             c.read = now(f);
         } else {
             shadow_.many_readers(c);
-            shadow_.readers(c).add(t, now(f));
+            shadow_.readers(c).add(now(f));
         }
     }
 
@@ -286,7 +286,7 @@ private:
                 return false;
             }
         }
-        (write ? word.writes : word.reads).add(f->clock, now(f));
+        (write ? word.writes : word.reads).add(now(f));
         return true;
     }
 

@@ -55,7 +55,7 @@ public:
         return true;
     }
 
-    // The following change this clock; it must be owned alone.
+    // The following change this clock, which must be owned alone, or by those alone who want it.
     void raise(u32 slot, u32 time)
     {
         if (data_->times[slot] < time) data_->times[slot] = time;
@@ -161,13 +161,15 @@ inline void merge(Released& into, const Released& r, u32 slots)
 inline void join_all(const std::vector<ThreadClock*>& threads, u32 slots)
 {
     if (threads.empty()) return;
-    Clock all = threads[0]->known;
+    const Clock& first = threads[0]->known;
     size_t same = 0;
-    for (const ThreadClock* t : threads) same += t->known.same(all);
-    if (same == threads.size() && all.references() == same + 1) {
-        // Nobody else holds it: let go of it everywhere, so that it can be changed in place.
-        for (ThreadClock* t : threads) t->known = Clock();
+    for (const ThreadClock* t : threads) same += t->known.same(first);
+    if (same == threads.size() && first.references() == same && first.size() == slots) {
+        // They know the same already, and nobody else holds it: change it in place.
+        for (ThreadClock* t : threads) t->known.raise(t->slot, t->now++);
+        return;
     }
+    Clock all = first;
     all.own(slots);
     const Clock* last = nullptr;
     for (const ThreadClock* t : threads) {

@@ -10,13 +10,17 @@
 
 namespace emu {
 
+EMU_WITHIN bool on_own_stack(const void* p)
+{
+    const uintptr_t here = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
+    return (reinterpret_cast<uintptr_t>(p) ^ here) < kStackBytes;
+}
+
 EMU_WITHIN void raw_access(const void* p, u32 bytes, bool write)
 {
-    if (!loaded()) return;  // a static initialiser
+    if (on_own_stack(p) || !loaded()) return;  // not loaded: a static initialiser
     Thread* t = self();
     const uintptr_t at = reinterpret_cast<uintptr_t>(p);
-    const uintptr_t here = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
-    if ((at ^ here) < kStackBytes) return;  // own stack
     if (at - reinterpret_cast<uintptr_t>(t) < sizeof(Thread)) return;
     if (at - reinterpret_cast<uintptr_t>(t->config) < t->config_bytes) return;
     step();
@@ -27,6 +31,7 @@ EMU_WITHIN void raw_access(const void* p, u32 bytes, bool write)
 // In pieces that are aligned to their size.
 EMU_WITHIN void raw_range(const void* p, u64 bytes, bool write)
 {
+    if (on_own_stack(p)) return;
     const char* at = static_cast<const char*>(p);
     while (bytes) {
         u32 piece = 16;
@@ -37,15 +42,28 @@ EMU_WITHIN void raw_range(const void* p, u64 bytes, bool write)
     }
 }
 
-// Not a loop that the compiler would turn into the very call that this is part of.
+// Not loops that the compiler would turn into the very calls that they are part of.
 EMU_WITHIN void* copy_bytes(void* to, const void* from, u64 bytes)
 {
     raw_range(from, bytes, false);
     raw_range(to, bytes, true);
-    const bool up = to <= from;
+    char* t = static_cast<char*>(to);
+    const char* f = static_cast<const char*>(from);
+    if (t - f >= 8 || f - t >= 8) {
+        const bool up = t < f;
+        for (; bytes >= 8; bytes -= 8) {
+            const u64 at = up ? 0 : bytes - 8;
+            u64 word;
+            __builtin_memcpy(&word, f + at, 8);
+            __builtin_memcpy(t + at, &word, 8);
+            asm volatile("" ::: "memory");
+            if (up) t += 8, f += 8;
+        }
+    }
+    const bool up = t <= f;
     for (u64 i = 0; i < bytes; ++i) {
         const u64 at = up ? i : bytes - 1 - i;
-        static_cast<char*>(to)[at] = static_cast<const char*>(from)[at];
+        t[at] = f[at];
         asm volatile("" ::: "memory");
     }
     return to;

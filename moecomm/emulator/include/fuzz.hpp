@@ -9,6 +9,7 @@
 #include "block.hpp"
 #include "scheduler.hpp"
 
+#include <memory>
 #include <vector>
 
 namespace emu {
@@ -31,14 +32,15 @@ private:
     u64 state_;
 };
 
-class FuzzScheduler final : public Scheduler {
+class FuzzScheduler final : public Scheduler<FuzzScheduler> {
 public:
     explicit FuzzScheduler(u64 seed) : random_(seed) {}
 
-    void add(Fiber* f) override { place(f); }
-    void wake(Fiber* f) override { place(f); }
+    void add(Fiber* f) { place(f); }
+    void preempted(Fiber* f) { place(f); }
+    void wake(Fiber* f) { place(f); }
 
-    Fiber* next() override
+    Fiber* next()
     {
         for (;;) {
             if (epoch_left_ == 0) start_epoch();
@@ -55,23 +57,23 @@ public:
         }
     }
 
-    void repoll() override
+    void repoll()
     {
         for (Fiber* f : polling_) active_.push_back(f);
         polling_.clear();
         forget_idle();
     }
 
-    bool thaw() override
+    bool thaw()
     {
         if (frozen_.empty()) return false;
         start_epoch();
         return true;
     }
 
-    long long fuel() override { return static_cast<long long>(random_.below(2 * mean_fuel_)); }
+    long long fuel() { return static_cast<long long>(random_.below(2 * mean_fuel_)); }
 
-    void clear() override
+    void clear()
     {
         active_.clear();
         polling_.clear();
@@ -79,12 +81,11 @@ public:
         forget_idle();
     }
 
-    size_t num_polling() const override { return polling_.size(); }
+    size_t num_polling() const { return polling_.size(); }
+    void add_polling(Fiber* f) { polling_.push_back(f); }
 
 private:
     enum class Freeze : u32 { nobody, ranks, all_but_one_rank, blocks, one_block, warps };
-
-    void add_polling(Fiber* f) override { polling_.push_back(f); }
 
     void place(Fiber* f) { (runs(f) ? active_ : frozen_).push_back(f); }
 
@@ -163,6 +164,34 @@ private:
     u32 one_rank_ = 0;
     u64 one_launch_ = 0;
     u32 one_block_ = 0;
+};
+
+// The scheduler of a world. Not a base class with virtual functions: a switch between threads costs
+// some 20 ns, of which calls that cannot be inlined would be a third.
+class AnyScheduler {
+public:
+    explicit AnyScheduler(u64 seed)
+    {
+        if (seed) fuzz_.reset(new FuzzScheduler(seed));
+    }
+    bool fuzzes() const { return fuzz_ != nullptr; }
+
+    Fiber* next() { return fuzz_ ? fuzz_->next() : fair_.next(); }
+    void resumed(Fiber* f) { fuzz_ ? fuzz_->resumed(f) : fair_.resumed(f); }
+    void add(Fiber* f) { fuzz_ ? fuzz_->add(f) : fair_.add(f); }
+    void preempted(Fiber* f) { fuzz_ ? fuzz_->preempted(f) : fair_.preempted(f); }
+    void wake(Fiber* f) { fuzz_ ? fuzz_->wake(f) : fair_.wake(f); }
+    void poll(Fiber* f) { fuzz_ ? fuzz_->poll(f) : fair_.poll(f); }
+    void repoll() { fuzz_ ? fuzz_->repoll() : fair_.repoll(); }
+    bool thaw() { return fuzz_ ? fuzz_->thaw() : fair_.thaw(); }
+    void clear() { fuzz_ ? fuzz_->clear() : fair_.clear(); }
+    size_t num_polling() const { return fuzz_ ? fuzz_->num_polling() : fair_.num_polling(); }
+    void note_progress() { fuzz_ ? fuzz_->note_progress() : fair_.note_progress(); }
+    u64 progress() const { return fuzz_ ? fuzz_->progress() : fair_.progress(); }
+
+private:
+    FairScheduler fair_;
+    std::unique_ptr<FuzzScheduler> fuzz_;
 };
 
 }  // namespace emu

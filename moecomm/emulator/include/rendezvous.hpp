@@ -49,7 +49,7 @@ inline void World::complete_barrier(Block& b, Fiber* last)
         Fiber& f = b.fibers[i];
         if (f.state != State::at_barrier) continue;
         f.state = State::ready;
-        scheduler->wake(&f);
+        scheduler.wake(&f);
     }
 }
 
@@ -72,7 +72,7 @@ inline u64 World::warp(Fiber* f, WarpOp op, u32 mask, u64 value, u32 source)
     if (g == w.num_groups) w.groups[w.num_groups++] = {mask, 0, op};
     WarpGroup& group = w.groups[g];
     group.arrived |= bit;
-    check_group(f, w, group, op);
+    if (group.op != op || w.num_groups > 1) check_group(f, w, group, op);
     if (group.arrived == (mask & w.alive)) {
         complete_group(b, number, g, f);
         pass_on(f);
@@ -120,7 +120,7 @@ inline void World::complete_group(Block& b, u32 warp, u32 g, Fiber* last)
         Fiber& f = lanes[lane];
         if (!(group.arrived >> lane & 1) || &f == last) continue;
         f.state = State::ready;
-        scheduler->wake(&f);
+        scheduler.wake(&f);
     }
 }
 

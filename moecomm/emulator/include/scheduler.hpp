@@ -13,25 +13,22 @@
 
 namespace emu {
 
+// What both schedulers share. Derived has:
+//   add(f)        a fresh fiber: behind all others
+//   preempted(f)  it could go on: behind all others
+//   wake(f)       what it waited for has happened: before all others
+//   next()        the next to run; null: nobody, unless time passes or memory changes from outside
+//   repoll()      time has passed: all pollers shall look again
+//   thaw()        lets frozen fibers run again; false: there are none
+//   fuel()        wrapper calls until the running fiber is preempted
+//   clear(), num_polling(), add_polling(f)
+template <class Derived>
 class Scheduler {
 public:
-    virtual ~Scheduler() = default;
-
-    virtual void add(Fiber* f) = 0;   // behind all others
-    virtual void preempted(Fiber* f) { add(f); }
-    virtual void wake(Fiber* f) = 0;  // what it waited for has happened: before all others
-    // Next to run; null: nobody, unless time passes or memory changes from outside.
-    virtual Fiber* next() = 0;
-    virtual void repoll() = 0;        // time has passed: all pollers shall look again
-    virtual bool thaw() { return false; }  // lets frozen fibers run again; false: there are none
-    virtual long long fuel() = 0;     // wrapper calls until the running fiber is preempted
-    virtual void clear() = 0;
-    virtual size_t num_polling() const = 0;
-
     void note_progress() { ++progress_; }
     u64 progress() const { return progress_; }
 
-    // `f` has polled: it waits for its turn.
+    // `f` has polled: it waits for its turn again.
     void poll(Fiber* f)
     {
         if (f->wrote) {
@@ -47,7 +44,7 @@ public:
             f->idle_count = count_;
             ++num_idle_;
         }
-        add_polling(f);
+        derived().add_polling(f);
     }
 
     // `f` runs now. What a preempted poller has read may be old: only a poll that starts now counts.
@@ -55,13 +52,15 @@ public:
     {
         if (f->state == State::polling) f->poll_began = progress_;
         f->state = State::ready;
-        f->fuel = fuel();
+        f->fuel = derived().fuel();
     }
 
 protected:
-    virtual void add_polling(Fiber* f) = 0;
-
-    bool all_idle() const { return counted_at_ == progress_ && num_idle_ == num_polling(); }
+    bool all_idle() const
+    {
+        return counted_at_ == progress_ &&
+               num_idle_ == static_cast<const Derived*>(this)->num_polling();
+    }
     // `f` leaves the pollers.
     void forget_idle(Fiber* f)
     {
@@ -76,6 +75,8 @@ protected:
     }
 
 private:
+    Derived& derived() { return *static_cast<Derived*>(this); }
+
     u64 progress_ = 1;
     u64 counted_at_ = 0;  // the progress for which num_idle_ holds
     u64 count_ = 1;       // numbers the counts; a fiber keeps the one that it is in
@@ -120,17 +121,17 @@ private:
 
 // Runs each fiber until it blocks or polls (or has made very many accesses: it may be a loop that
 // waits without poll_pause). Woken fibers go first: their stacks are in the cache.
-class FairScheduler final : public Scheduler {
+class FairScheduler final : public Scheduler<FairScheduler> {
 public:
-    void add(Fiber* f) override { ready_.push_back(f); }
-    void wake(Fiber* f) override { ready_.push_front(f); }
+    void add(Fiber* f) { ready_.push_back(f); }
+    void wake(Fiber* f) { ready_.push_front(f); }
     // It may well wait in a loop of its own: those who poll must not wait for it.
-    void preempted(Fiber* f) override
+    void preempted(Fiber* f)
     {
         repoll();
         ready_.push_back(f);
     }
-    Fiber* next() override
+    Fiber* next()
     {
         if (ready_.empty()) {
             if (polling_.empty() || all_idle()) return nullptr;
@@ -138,23 +139,24 @@ public:
         }
         return ready_.pop_front();
     }
-    void repoll() override
+    void repoll()
     {
         while (!polling_.empty()) ready_.push_back(polling_.pop_front());
         forget_idle();
     }
-    long long fuel() override { return 4096; }
-    void clear() override
+    long long fuel() { return 4096; }
+    void clear()
     {
         ready_ = FiberList();
         polling_ = FiberList();
         forget_idle();
     }
-    size_t num_polling() const override { return polling_.size(); }
+    size_t num_polling() const { return polling_.size(); }
+
+    bool thaw() { return false; }
+    void add_polling(Fiber* f) { polling_.push_back(f); }
 
 private:
-    void add_polling(Fiber* f) override { polling_.push_back(f); }
-
     FiberList ready_;
     FiberList polling_;
 };

@@ -7,7 +7,6 @@
 
 #include "clocks.hpp"
 
-#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <iterator>
@@ -42,54 +41,52 @@ enum CellFlags : u32 {
     kAtomicWritten = 16, // and has been written atomically
 };
 
-// Accesses by several threads, not ordered among themselves.
+// Accesses by several threads, not ordered among themselves: the last one of each. A list while they
+// are few; by slot when they are many, as for a word that all threads poll.
 class AccessList {
 public:
-    // Adds `a`, made by thread `t`.
-    void add(const ThreadClock& t, const Access& a)
+    void add(const Access& a)
     {
-        if (!items_.empty() && items_.back().slot == a.slot) {
-            items_.back() = a;
+        if (!by_slot_.empty()) {
+            put(a);
             return;
         }
-        if (items_.size() >= limit_) compact(t);
-        items_.push_back(a);
+        for (Access& old : few_)
+            if (old.slot == a.slot) {
+                old = a;
+                return;
+            }
+        few_.push_back(a);
+        if (few_.size() <= kFew) return;
+        for (const Access& old : few_) put(old);
+        few_.clear();
     }
+
     // One that did not happen before `t`, or null.
     const Access* unordered(const ThreadClock& t) const
     {
-        for (const Access& a : items_)
-            if (!t.after(a.slot, a.time)) return &a;
+        for (const Access& a : by_slot_.empty() ? few_ : by_slot_)
+            if (a.slot != kNobody && !t.after(a.slot, a.time)) return &a;
         return nullptr;
     }
+
     void clear()
     {
-        items_.clear();
-        limit_ = kSmall;
+        few_.clear();
+        by_slot_.clear();
     }
 
 private:
-    static constexpr size_t kSmall = 64;
+    static constexpr size_t kFew = 16;
 
-    // Drops what happened before `t`'s access, and all but the last of each thread's. Done when the
-    // list has grown threefold: flags are polled thousands of times.
-    void compact(const ThreadClock& t)
+    void put(const Access& a)
     {
-        const auto order = [](const Access& x, const Access& y) {
-            return x.slot != y.slot ? x.slot < y.slot : x.time > y.time;
-        };
-        std::sort(items_.begin(), items_.end(), order);
-        size_t kept = 0;
-        for (const Access& a : items_) {
-            if (t.after(a.slot, a.time) || (kept && items_[kept - 1].slot == a.slot)) continue;
-            items_[kept++] = a;
-        }
-        items_.resize(kept);
-        limit_ = std::max(kSmall, 3 * kept);
+        if (by_slot_.size() <= a.slot) by_slot_.resize(a.slot + 1);
+        by_slot_[a.slot] = a;
     }
 
-    std::vector<Access> items_;
-    size_t limit_ = kSmall;
+    std::vector<Access> few_;
+    std::vector<Access> by_slot_;
 };
 
 // A flag or counter: who touched it atomically, and what its value releases.
@@ -150,7 +147,7 @@ public:
         const u32 index = free_lists_.back();
         free_lists_.pop_back();
         lists_[index].clear();
-        lists_[index].add(ThreadClock(), c.read);
+        lists_[index].add(c.read);
         c.read.time = index;
         c.flags |= kManyReaders;
     }
@@ -188,8 +185,12 @@ public:
         }
         if (by.slot != kNobody) rest.push_back(fresh);
         stamps_.swap(rest);
-        for (auto it = words_.begin(); it != words_.end();)
-            it = it->first >= begin && it->first < end ? words_.erase(it) : std::next(it);
+        if ((end - begin) / kGranule < words_.size()) {
+            for (uintptr_t a = begin / kGranule * kGranule; a < end; a += kGranule) words_.erase(a);
+        } else {
+            for (auto it = words_.begin(); it != words_.end();)
+                it = it->first >= begin && it->first < end ? words_.erase(it) : std::next(it);
+        }
     }
 
 private:

@@ -65,8 +65,7 @@ extern const Api kApi;
 struct World {
     explicit World(const Options& o)
         : options(o),
-          scheduler(o.seed ? static_cast<Scheduler*>(new FuzzScheduler(o.seed))
-                           : new FairScheduler),
+          scheduler(o.seed),
           ranks(o.num_ranks),
           checks(o.checks ? new Checks(o.num_ranks, ranges, o.checks == 2) : nullptr),
           fault_random_(o.seed)
@@ -101,7 +100,7 @@ struct World {
     void verify(bool ok, const Fiber* f);
 
     Options options;
-    std::unique_ptr<Scheduler> scheduler;
+    AnyScheduler scheduler;
     Stacks stacks;
     VirtualClock virtual_clock;
     Failure failure;
@@ -193,8 +192,8 @@ inline u64 World::launch(u32 rank, const Kernel* kernel, const void* args, const
         return kTooManyThreads;
     }
     for (auto& b : l->blocks)
-        for (u32 i = 0; i < b->num_threads; ++i) scheduler->add(&b->fibers[i]);
-    scheduler->note_progress();
+        for (u32 i = 0; i < b->num_threads; ++i) scheduler.add(&b->fibers[i]);
+    scheduler.note_progress();
     virtual_clock.progressed();
     launches.push_back(std::move(l));
     return launches.back()->id;
@@ -226,7 +225,7 @@ inline u64 World::take_finished()
 // Device code holds nothing that needs a destructor: its stacks are simply taken back.
 inline void World::abandon()
 {
-    scheduler->clear();
+    scheduler.clear();
     while (!launches.empty()) {
         for (auto& b : launches.back()->blocks)
             for (u32 i = 0; i < b->num_threads; ++i) {
@@ -271,15 +270,15 @@ inline Fiber* World::take_next()
     if (again_.word && steps >= again_.at_step) {
         __atomic_store_n(again_.word, again_.value, __ATOMIC_RELEASE);
         again_.word = nullptr;
-        scheduler->note_progress();
+        scheduler.note_progress();
     }
     for (;;) {
-        Fiber* f = scheduler->next();
+        Fiber* f = scheduler.next();
         if (!f) return nullptr;
         if (!options.simulation || living(f)) {
             ++steps;
             virtual_clock.step();
-            scheduler->resumed(f);
+            scheduler.resumed(f);
             return f;
         }
         if (died_ != ~0u) return nullptr;
@@ -312,8 +311,8 @@ inline void World::leave(Fiber* f)
 // `f` could go on: with fuzzing, maybe later.
 inline void World::pass_on(Fiber* f)
 {
-    if (!options.seed) return;
-    scheduler->add(f);
+    if (!scheduler.fuzzes()) return;
+    scheduler.add(f);
     leave(f);
 }
 
@@ -351,15 +350,15 @@ inline Event World::step(u64 wall_ns, u64 deadline_ns)
 // Nobody is ready.
 inline Event World::idle(u64 deadline_ns)
 {
-    if (scheduler->thaw()) return Event::budget;
+    if (scheduler.thaw()) return Event::budget;
     if (!any_living()) return Event::stalled;
-    if (scheduler->num_polling() == 0) {
+    if (scheduler.num_polling() == 0) {
         stuck(FailureKind::deadlock);
         return Event::failed;
     }
     if (options.simulation) {
-        if (scheduler->progress() != jumped_at_) virtual_clock.progressed();
-        jumped_at_ = scheduler->progress();
+        if (scheduler.progress() != jumped_at_) virtual_clock.progressed();
+        jumped_at_ = scheduler.progress();
         virtual_clock.jump(deadline_ns);
         if (virtual_clock.idle_ns() > kIdleLimitNs) {
             stuck(FailureKind::deadlock);
@@ -368,7 +367,7 @@ inline Event World::idle(u64 deadline_ns)
     } else {
         nap(idle_turns_++);
     }
-    scheduler->repoll();
+    scheduler.repoll();
     return Event::budget;
 }
 
@@ -383,15 +382,15 @@ inline void World::preempt(Fiber* f)
 {
     if (f->wrote) {
         f->wrote = 0;
-        scheduler->note_progress();
+        scheduler.note_progress();
     }
-    scheduler->preempted(f);
+    scheduler.preempted(f);
     leave(f);
 }
 
 inline void World::poll(Fiber* f)
 {
-    scheduler->poll(f);
+    scheduler.poll(f);
     leave(f);
 }
 
@@ -400,7 +399,7 @@ inline void World::finish(Fiber* f)
     f->state = State::done;
     f->wrote = 0;
     f->delayed.let_out_all();
-    scheduler->note_progress();
+    scheduler.note_progress();
     Block& b = *f->block;
     --b.alive;
     if (b.alive && b.barrier.arrived == b.alive) complete_barrier(b, nullptr);
