@@ -24,8 +24,9 @@ DEVICE Placement placement_at(const Args& a, u32* words)
 
 // ---- heads ------------------------------------------------------------------------------------
 // Where rows go follows from all words of all heads; but in the rank layout only block 0, which
-// reports counts, needs more than the first.
-DEVICE bool needs_counts() { return LAYOUT != LAYOUT_RANK || blockIdx.x == 0; }
+// reports counts, needs more than the first. With a cap every block looks for an overflow in all of
+// them: words are not ordered among each other.
+DEVICE bool needs_counts() { return LAYOUT != LAYOUT_RANK || CAPPED || blockIdx.x == 0; }
 
 DEVICE bool wait_word(const Args& a, u64 source, u64 word, u64 epoch, u64* found)
 {
