@@ -81,6 +81,15 @@ def test_a_missing_process_is_waited_for_as_long_as_asked(tmp_path: Path, worker
     assert int(waited) >= 300_000_000
 
 
+def test_a_long_wait_leaves_the_processor_to_others() -> None:
+    ring = Ring(2)
+    with ProcessWorld(program("schedule")) as world:
+        before = time.process_time()
+        world.launch("ring", ring.args(0, timeout_s=1.0), 1, 64)
+        assert time.process_time() - before < 0.5
+    assert ring.out[0, 0] == 0
+
+
 def test_two_worlds_of_one_process_run_side_by_side() -> None:
     """Ranks in threads: a launch releases the GIL and has its own stacks."""
     ring = Ring(2)

@@ -53,8 +53,9 @@ class Simulation:
             (see ``register``). ``"strict"``: shuffles, votes and matches of a warp order no
             memory, which is what CUDA promises; else they order like ``__syncwarp``.
         faults: what goes wrong on purpose.
-        max_steps: thread switches after which the run counts as hung; ``None``: no limit. (Waits
-            that only a timeout of more than an hour could end are found without it.)
+        max_steps: thread switches after which the run counts as hung; ``None``: two billion
+            (minutes) in which no launch begins or ends. Waits that only a timeout of more than an
+            hour could end are found at once, without it.
 
     Use ``run`` once. ``launch``, ``register`` and the store are for the ranks' functions.
     """

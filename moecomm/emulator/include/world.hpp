@@ -38,7 +38,7 @@ struct Options {
     u32 num_ranks = 1;
     u32 simulation = 0;  // 0: one rank of several processes, real time
     u64 seed = 0;        // 0: fair
-    u64 max_steps = 0;   // 0: no limit
+    u64 max_steps = 0;   // 0: kStepsLimit from launch to launch
     u32 checks = 0;      // 1: on; 2: warp collectives other than __syncwarp order nothing
     u32 unused = 0;
     FaultOptions faults;
@@ -46,6 +46,8 @@ struct Options {
 
 // A simulation in which nothing but time has passed for this long will not go on.
 constexpr u64 kIdleLimitNs = 3600ull * 1000000000ull;
+// Nor will one in which no launch has begun or ended for so many steps (minutes).
+constexpr u64 kStepsLimit = 2000000000;
 
 struct Again {
     u64* word = nullptr;
@@ -113,6 +115,10 @@ struct World {
     u64 steps = 0;
 
 private:
+    u64 step_limit() const
+    {
+        return options.max_steps ? options.max_steps : launched_at_ + kStepsLimit;
+    }
     Fiber* take_next();
     bool living(const Fiber* f);
     bool any_living() const;
@@ -133,8 +139,9 @@ private:
     char* zombie_ = nullptr;  // stack of a finished fiber that is still in use
     u64 stop_at_ = 0;         // steps after which the main loop looks at the clock
     u64 next_id_ = 1;
-    u64 idle_turns_ = 0;
-    u64 jumped_at_ = 0;       // the scheduler's progress when the clock last jumped
+    u64 idle_at_ = 0;         // the scheduler's progress when all were last idle ...
+    u64 idle_turns_ = 0;      // ... and how often they have been since
+    u64 launched_at_ = 0;     // steps when a launch last began or ended
     Random fault_random_;
     u64 num_releases_ = 0;
     Again again_;             // a flag store that a fault will do a second time
@@ -194,7 +201,7 @@ inline u64 World::launch(u32 rank, const Kernel* kernel, const void* args, const
     for (auto& b : l->blocks)
         for (u32 i = 0; i < b->num_threads; ++i) scheduler.add(&b->fibers[i]);
     scheduler.note_progress();
-    virtual_clock.progressed();
+    launched_at_ = steps;
     launches.push_back(std::move(l));
     return launches.back()->id;
 }
@@ -213,6 +220,7 @@ inline u64 World::take_finished()
 {
     const u64 id = finished.front();
     finished.pop_front();
+    launched_at_ = steps;
     for (auto& l : launches)
         if (l->id == id) {
             if (checks) checks->end_launch(*l);
@@ -321,13 +329,12 @@ inline Event World::step(u64 wall_ns, u64 deadline_ns)
     const u64 begin = machine_time_ns();
     for (;;) {
         stop_at_ = steps + (1 << 14);
-        if (options.max_steps && stop_at_ > options.max_steps) stop_at_ = options.max_steps;
+        if (options.simulation && stop_at_ > step_limit()) stop_at_ = step_limit();
         Fiber* f = take_next();
         if (f) {
             switch_to(main_, f);
             if (zombie_) stacks.give_back(zombie_);
             zombie_ = nullptr;
-            idle_turns_ = 0;
         }
         if (failure.kind != FailureKind::none) return Event::failed;
         if (!finished.empty()) return Event::finished;
@@ -339,7 +346,7 @@ inline Event World::step(u64 wall_ns, u64 deadline_ns)
         if (!f && steps < stop_at_) {
             const Event e = idle(deadline_ns);
             if (e != Event::budget) return e;
-        } else if (options.max_steps && steps >= options.max_steps) {
+        } else if (options.simulation && steps >= step_limit()) {
             stuck(FailureKind::step_limit);
             return Event::failed;
         }
@@ -356,9 +363,12 @@ inline Event World::idle(u64 deadline_ns)
         stuck(FailureKind::deadlock);
         return Event::failed;
     }
+    if (scheduler.progress() != idle_at_) {
+        idle_at_ = scheduler.progress();
+        idle_turns_ = 0;
+        virtual_clock.progressed();
+    }
     if (options.simulation) {
-        if (scheduler.progress() != jumped_at_) virtual_clock.progressed();
-        jumped_at_ = scheduler.progress();
         virtual_clock.jump(deadline_ns);
         if (virtual_clock.idle_ns() > kIdleLimitNs) {
             stuck(FailureKind::deadlock);
