@@ -60,6 +60,21 @@ def test_errors_name_the_line_of_the_original_file(cold_cache: Path) -> None:
     shutil.rmtree(Path(str(caught.value.source_path)).parent)
 
 
+def test_a_frame_that_no_stack_holds_is_refused(cold_cache: Path) -> None:
+    text = """
+    struct Args { volatile float* out; };
+    extern "C" __global__ void big(Args a)
+    {
+        volatile float rows[100000];
+        for (int i = 0; i < 100000; ++i) rows[i] = a.out[i];
+        a.out[0] = rows[threadIdx.x];
+    }
+    """
+    with pytest.raises(CompileError, match="frame") as caught:
+        EmulatorProgram(text, name="big").prepare()
+    shutil.rmtree(Path(str(caught.value.source_path)).parent)
+
+
 def test_no_compiler(cold_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)

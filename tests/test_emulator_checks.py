@@ -128,7 +128,13 @@ CLEAN = {
     "each thread its own half": {"kernel": "own_halves"},
     "launch order": {"kernel": "read_next_write_own", "repeat": 3, "written": 1024},
     "atomics among themselves": {"kernel": "only_atomics", "repeat": 2},
-    "host exchange": {"kernel": "turns", "repeat": 4, "exchanges": True, "ranks": 2},
+    "host exchange": {
+        "kernel": "turns",
+        "repeat": 4,
+        "exchanges": True,
+        "ranks": 2,
+        "kind": "input",
+    },
     "readers, barrier, writer": {"kernel": "many_readers", "written": 1024},
     "fences": {"kernel": "fences", "written": 1024},
     "sums behind a barrier": {"kernel": "sum_then_read"},
@@ -150,14 +156,19 @@ def test_ordered_accesses_pass(case: str) -> None:
 
 WRONG = {
     "two threads, one byte": ("race", {"kernel": "shared_byte"}),
-    "no host exchange": ("race", {"kernel": "turns", "repeat": 4, "ranks": 2}),
+    "no host exchange": (
+        "race", {"kernel": "turns", "repeat": 4, "ranks": 2, "kind": "input"},
+    ),
     "reader without barrier": ("race", {"kernel": "many_readers_no_barrier", "written": 1024}),
     "one fence missing": ("race", {"kernel": "one_fence", "written": 1024}),
     "plain read of a sum": ("race", {"kernel": "sum_and_read"}),
     "plain write of a flag": ("race", {"kernel": "plain_flag", "written": 1024}),
     "half written": ("uninitialised read", {"kernel": "read_all", "written": 512}),
     "one byte unwritten": ("uninitialised read", {"kernel": "own_bytes_read_words"}),
-    "another rank's counter": ("wrong scope", {"kernel": "only_atomics", "ranks": 2}),
+    "another rank's counter": (
+        "wrong scope", {"kernel": "only_atomics", "ranks": 2, "kind": "input"},
+    ),
+    "another rank's own memory": ("foreign access", {"kernel": "turns", "ranks": 2, "repeat": 2}),
     "misaligned": ("misaligned access", {"kernel": "misaligned", "kind": "input"}),
     "shared memory, no barrier": ("race", {"kernel": "shared_no_barrier"}),
     "shared memory, no syncwarp": ("race", {"kernel": "shared_no_syncwarp"}),

@@ -31,15 +31,16 @@ FLAGS: Final = (
     "-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
     "-fno-strict-aliasing", "-fno-math-errno",
 )  # fmt: skip
-PROGRAM_FLAGS: Final = ("-fno-exceptions", "-fno-rtti", "-DMOECOMM_EMULATOR_CHECKS=0")
+PROGRAM_FLAGS: Final = (
+    *FLAGS, "-fno-exceptions", "-fno-rtti",
+    "-Werror=frame-larger-than=49152",  # an emulated thread has 64 KiB of stack, or more
+)  # fmt: skip
+PLAIN_FLAGS: Final = (*PROGRAM_FLAGS, "-DMOECOMM_EMULATOR_CHECKS=0")
 # The compiler reports every memory access to functions of device_hooks.hpp. Only the compiling
 # step is told: the linking step would add a sanitizer library. -g1: lines, for reports.
 CHECKED_FLAGS: Final = (
-    *PROGRAM_FLAGS[:-1],
-    "-DMOECOMM_EMULATOR_CHECKS=1",
-    "-fsanitize=thread",
-    "-g1",
-)
+    *PROGRAM_FLAGS, "-DMOECOMM_EMULATOR_CHECKS=1", "-fsanitize=thread", "-g1",
+)  # fmt: skip
 # clang instruments atomic operations even where it is told not to instrument.
 CHECKED_CLANG_FLAGS: Final = ("-mllvm", "-tsan-instrument-atomics=0")
 # A program uses its own definitions (memcpy, with checks), whatever the process has loaded before.
@@ -87,7 +88,7 @@ def build_program(source: str, name: str, *, checks: bool) -> Path:
     Raises:
         CompileError: no compiler, or it refuses; holds its log and the path of the kept source.
     """
-    flags = (*FLAGS, *(CHECKED_FLAGS if checks else PROGRAM_FLAGS))
+    flags = CHECKED_FLAGS if checks else PLAIN_FLAGS
     if checks and "clang" in _compiler_version(find_compiler()):
         flags = (*flags, *CHECKED_CLANG_FLAGS)
     return _build(source, name, flags, DEVICE_HEADERS)

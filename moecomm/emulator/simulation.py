@@ -168,9 +168,9 @@ class Simulation:
 
         Checks watch the accesses to registered memory. ``kind`` says what they may read:
         ``"symmetric"``: only what a kernel with the same ``note_epoch`` wrote; ``"local"``: only
-        what has been written at all; ``"input"``: everything, since the host has filled or zeroed
-        it. Flags and counters, which are accessed atomically, may be read from the start in every
-        kind. Bytes that were registered before are forgotten first.
+        what has been written at all, and by this rank alone; ``"input"``: everything, since the
+        host has filled or zeroed it. Flags and counters, which are accessed atomically, may be
+        read from the start in every kind. Bytes that were registered before are forgotten first.
         """
         if kind not in RANGE_KINDS:
             raise ConfigError(f"kind={kind!r}: must be one of {', '.join(RANGE_KINDS)}")

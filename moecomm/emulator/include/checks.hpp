@@ -21,7 +21,7 @@ namespace emu {
 
 enum class FailureKind : u32 {  // names: failures.py
     none = 0, deadlock, divergence, step_limit, stack_overflow, out_of_memory, uninitialised, stale,
-    race, scope, misaligned, out_of_range,
+    race, scope, misaligned, out_of_range, foreign,
 };
 
 struct Violation {
@@ -185,6 +185,7 @@ private:
         const Range* range = ranges_.find(begin);
         if (!range) return true;
         if (end > range->end) return out_of_range(f, p, bytes);
+        if (is_foreign(f, *range)) return foreign(f, p);
         for (uintptr_t at = begin & ~uintptr_t(kGranule - 1); at < end; at += kGranule) {
             Cell& cell = shadow_.cell(at);
             const bool whole = at >= begin && at + kGranule <= end;
@@ -204,6 +205,12 @@ private:
             }
         }
         return true;
+    }
+
+    // A rank's own memory is not mapped by its peers.
+    static bool is_foreign(const Fiber* f, const Range& range)
+    {
+        return range.kind == RangeKind::local && range.rank != f->block->launch->rank;
     }
 
     // One cell; `outer` holds the flags of the granule.
@@ -273,6 +280,7 @@ private:
         const Range* range = ranges_.find(begin);
         if (!range) return true;
         if (begin + bytes > range->end) return out_of_range(f, p, bytes);
+        if (is_foreign(f, *range)) return foreign(f, p);
         if (scope == Scope::device && range->rank != f->block->launch->rank)
             return wrong_scope(f, p);
         for (uintptr_t at = begin; at < begin + bytes; at += kGranule) {
@@ -361,6 +369,13 @@ private:
         return violate(FailureKind::scope,
                        "device-scope atomic on memory of another rank: " + ranges_.describe(p) +
                            "\n  by: " + describe_thread(*f));
+    }
+
+    bool foreign(Fiber* f, const void* p)
+    {
+        return violate(FailureKind::foreign, "access to memory of another rank that is not shared: " +
+                                                 ranges_.describe(p) +
+                                                 "\n  by: " + describe_thread(*f));
     }
 
     bool misaligned(Fiber* f, const void* p, u32 bytes)

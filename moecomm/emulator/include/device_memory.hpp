@@ -32,7 +32,7 @@ EMU_WITHIN u32 before_update(Thread* t, void* p, u32 bytes, Order order, Scope s
 template <class T>
 EMU_WITHIN T load(const T* p)
 {
-    static_assert(sizeof(T) <= 16, "at most 16 bytes an access");
+    static_assert(sizeof(T) <= 16 && !(sizeof(T) & (sizeof(T) - 1)), "1, 2, 4, 8 or 16 bytes");
     Thread* t = step();
     T v;
     if (MOECOMM_EMULATOR_CHECKS)
@@ -45,7 +45,7 @@ EMU_WITHIN T load(const T* p)
 template <class T>
 EMU_WITHIN void store(T* p, T v)
 {
-    static_assert(sizeof(T) <= 16, "at most 16 bytes an access");
+    static_assert(sizeof(T) <= 16 && !(sizeof(T) & (sizeof(T) - 1)), "1, 2, 4, 8 or 16 bytes");
     Thread* t = step();
     t->wrote = 1;
     if (MOECOMM_EMULATOR_CHECKS)

@@ -64,7 +64,7 @@ inline u64 World::warp(Fiber* f, WarpOp op, u32 mask, u64 value, u32 source)
                        hex(mask) + ", which does not hold its own lane";
         stop(FailureKind::divergence, f);
     }
-    f->delayed.let_out_all();
+    if (!checks || checks->orders(op)) f->delayed.let_out_all();
     f->warp_value = value;
     f->warp_source = source;
     u32 g = 0;
