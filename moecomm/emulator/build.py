@@ -31,17 +31,15 @@ FLAGS: Final = (
     "-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
     "-fno-strict-aliasing", "-fno-math-errno",
 )  # fmt: skip
-PROGRAM_FLAGS: Final = (
-    *FLAGS, "-fno-exceptions", "-fno-rtti",
-    "-Werror=frame-larger-than=49152",  # an emulated thread has 64 KiB of stack, or more
-)  # fmt: skip
-PLAIN_FLAGS: Final = (*PROGRAM_FLAGS, "-DMOECOMM_EMULATOR_CHECKS=0")
+PROGRAM_FLAGS: Final = (*FLAGS, "-fno-exceptions", "-fno-rtti")
+PLAIN_FLAGS: Final = ("-DMOECOMM_EMULATOR_CHECKS=0",)
 # The compiler reports every memory access to functions of device_hooks.hpp. Only the compiling
 # step is told: the linking step would add a sanitizer library. -g1: lines, for reports.
-CHECKED_FLAGS: Final = (
-    *PROGRAM_FLAGS, "-DMOECOMM_EMULATOR_CHECKS=1", "-fsanitize=thread", "-g1",
-)  # fmt: skip
-# clang instruments atomic operations even where it is told not to instrument.
+CHECKED_FLAGS: Final = ("-DMOECOMM_EMULATOR_CHECKS=1", "-fsanitize=thread", "-g1")
+# An emulated thread has 64 KiB of stack, or more. The compilers spell this differently; and clang
+# instruments atomic operations even where it is told not to instrument.
+GCC_FLAGS: Final = ("-Werror=frame-larger-than=49152",)
+CLANG_FLAGS: Final = ("-Wframe-larger-than=49152", "-Werror=frame-larger-than")
 CHECKED_CLANG_FLAGS: Final = ("-mllvm", "-tsan-instrument-atomics=0")
 # A program uses its own definitions (memcpy, with checks), whatever the process has loaded before.
 LINK_FLAGS: Final = ("-shared", *(("-Wl,-Bsymbolic",) if platform.system() == "Linux" else ()))
@@ -88,9 +86,11 @@ def build_program(source: str, name: str, *, checks: bool) -> Path:
     Raises:
         CompileError: no compiler, or it refuses; holds its log and the path of the kept source.
     """
-    flags = CHECKED_FLAGS if checks else PLAIN_FLAGS
-    if checks and "clang" in _compiler_version(find_compiler()):
-        flags = (*flags, *CHECKED_CLANG_FLAGS)
+    clang = "clang" in _compiler_version(find_compiler())
+    flags = [*PROGRAM_FLAGS, *(CHECKED_FLAGS if checks else PLAIN_FLAGS)]
+    flags += CLANG_FLAGS if clang else GCC_FLAGS
+    if clang and checks:
+        flags += CHECKED_CLANG_FLAGS
     return _build(source, name, flags, DEVICE_HEADERS)
 
 
@@ -154,7 +154,7 @@ def _run(name: str, source: str, command: list[str]) -> None:
 def _failed(name: str, why: str, log: str, source: str) -> CompileError:
     kept = Path(tempfile.mkdtemp(prefix="moecomm-failed-")) / f"{name}.cpp"
     kept.write_text(source, encoding="utf-8")
-    first = next((line for line in log.splitlines() if "error" in line), "")
+    first = next((line for line in log.splitlines() if "error:" in line), "")
     return CompileError(
         f"compiling {name} for the CPU failed ({why}): {first}\nsource kept in {kept}",
         log=log,
