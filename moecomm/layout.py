@@ -21,6 +21,7 @@ WORD: Final = 8
 LINE_BYTES: Final = 128
 LINE_DATA_BYTES: Final = 120  # the last word of a line is its flag
 LINES_MAX_TOKENS: Final = 512
+LINES_MAX_IMAGE_BYTES: Final = 96 * 1024  # of shared memory; a multiprocessor has 227 KiB
 MAX_ROWS: Final = 2**31 - 1  # row numbers are int32 for the caller (grouped GEMM kernels want that)
 
 # Numbers that device code compares against; `defines` hands them over by name.
@@ -155,14 +156,21 @@ class Layout:
     @cached_property
     def lines(self) -> bool:
         """Whether flags travel inside the data (see ``MoeConfig.wire``)."""
+        cfg, image = self.cfg, self.record_image_bytes
         whole = self.wire_row_bytes % 16 == 0 and self.combine_row_bytes % 16 == 0
-        if self.cfg.wire == "lines" and not whole:
+        if cfg.wire == "lines" and not whole:
             raise ConfigError(
-                f"wire='lines': rows must be multiples of 16 bytes, but hidden={self.cfg.hidden} "
+                f"wire='lines': rows must be multiples of 16 bytes, but hidden={cfg.hidden} "
                 f"makes {self.wire_row_bytes} (dispatch) and {self.combine_row_bytes} (combine)"
             )
-        small = self.cfg.wire == "auto" and self.cfg.max_tokens <= LINES_MAX_TOKENS
-        return self.cfg.wire == "lines" or (small and whole)
+        fits = image <= LINES_MAX_IMAGE_BYTES
+        if cfg.wire == "lines" and not fits:
+            raise ConfigError(
+                f"wire='lines': a token with its scales and routing must be at most "
+                f"{LINES_MAX_IMAGE_BYTES} bytes, but hidden={cfg.hidden} makes {image}"
+            )
+        small = cfg.max_tokens <= LINES_MAX_TOKENS
+        return cfg.wire == "lines" or (cfg.wire == "auto" and small and whole and fits)
 
     @cached_property
     def combine_places(self) -> int:

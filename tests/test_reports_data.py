@@ -60,6 +60,16 @@ def _stats(group: mc.Group, cases: list[Case]) -> mc.Stats:
         return comm.stats()
 
 
+def test_b01_rows_too_wide_for_shared_memory_go_without_lines() -> None:
+    """Lines are made in shared memory. The wire is then ``flags``; asked for, it is an error."""
+    cfg = config(hidden=100_000, max_tokens=2)
+    assert not mc.Layout(cfg, 2, 0).lines
+    assert mc.Layout(config(hidden=40_000, max_tokens=2), 2, 0).lines
+    run_threads(run_cases, 2, [make_case(cfg, 2, tokens=(1, 2))])
+    with pytest.raises(mc.ConfigError, match="wire='lines': .* at most .* hidden=100000 makes"):
+        mc.Layout(config(hidden=100_000, wire="lines"), 2, 0).record_bytes  # noqa: B018
+
+
 @pytest.mark.parametrize("hidden", [200, 2880])
 @pytest.mark.parametrize(
     ("fields", "input_dtype"),
