@@ -19,14 +19,13 @@ from moecomm.kernels.args import (
     DISPATCH_FIELDS,
     OUT_FIELDS,
     STATUS_FAILURE,
-    STATUS_OVERFLOW,
-    STATUS_VALUE,
     WEIGHT_FIELDS,
     Y_FIELDS,
 )
 from moecomm.layout import Layout
 from moecomm.received import ReceivedViews
-from moecomm.reports import failure_of, overflow_of, value_error_of
+from moecomm.reports import failure_of, take_report
+from moecomm.slots import Slots
 from moecomm.stats import Stats, read_stats
 
 logger = logging.getLogger(__name__)
@@ -65,8 +64,7 @@ class MoeComm:
         self.group = group
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        self._slots: list[Handle | None] = [None] * cfg.in_flight
-        self._serial = 0
+        self._slots = Slots(cfg.in_flight)
         self._failure: PeerTimeout | None = None
         self._closed = False
         transport = group.transport if transport == "auto" else transport
@@ -118,14 +116,15 @@ class MoeComm:
         """
         with self._lock:
             self._check_usable("dispatch_send")
-            slot = self._free_slot()
+            slot = self._slots.lowest_free()
             words, num_rows, kind, code, where, _memory = self._intake.dispatch(
                 x, topk_idx, topk_weights, x_scale, num_tokens, stream
             )
-            handle = Handle(self, slot, self._serial, num_rows, kind, topk_weights is not None)
+            handle = Handle(
+                self, slot, self._slots.serial, num_rows, kind, topk_weights is not None
+            )
             self._blocks[slot].write(DISPATCH_FIELDS, words)
-            self._slots[slot] = handle
-            self._serial += 1
+            self._slots.hold(handle)
             self._launch("dispatch_send", handle, where, stream, code)
             return handle
 
@@ -196,7 +195,7 @@ class MoeComm:
             block.write(WEIGHT_FIELDS, weights)
             block.write(OUT_FIELDS, words)
             self._launch("combine_recv", handle, where, stream)
-            self._free(handle, State.CLOSED)
+            self._slots.free(handle, State.CLOSED)
             return out
 
     # ---- both halves in one call -----------------------------------------------------------
@@ -268,7 +267,7 @@ class MoeComm:
                 self._launch("dispatch_recv", handle, where)
             if handle.state is not State.RETURNED:  # else combine_send has told the peers
                 self._launch("release", handle, where)
-            self._free(handle, State.CLOSED)
+            self._slots.free(handle, State.CLOSED)
 
     def close(self) -> None:
         """Let go of everything. Idempotent; not collective; peers that still wait time out.
@@ -281,9 +280,7 @@ class MoeComm:
             if self._closed:
                 return
             self._closed = True
-            for handle in self._slots:
-                if handle is not None:
-                    self._free(handle, State.CLOSED)
+            self._slots.close()
             self._views.clear()
             self._runtime.close()
 
@@ -323,21 +320,6 @@ class MoeComm:
             self._check_open(call)
             self._check_failure()
 
-    def _free_slot(self) -> int:
-        """The lowest: all ranks open and free handles in one order, so all find the same."""
-        for slot, handle in enumerate(self._slots):
-            if handle is None:
-                return slot
-        raise StateError(
-            f"dispatch_send: in_flight={self.config.in_flight} handles are open; combine or close "
-            "one first, or raise in_flight on every rank"
-        )
-
-    def _free(self, handle: Handle, state: State) -> None:
-        handle.state = state
-        if self._slots[handle.slot] is handle:
-            self._slots[handle.slot] = None
-
     def _check_failure(self) -> None:
         """Raise what broke the communicator, now and from now on."""
         if self._failure is None and not self._closed and self._trouble.code:
@@ -352,15 +334,13 @@ class MoeComm:
         Halves of an asynchronous device do not look here: their peers count on this rank's
         part of the step, and the kernels of a step that overflowed do nothing but keep in step.
         """
-        readers = {STATUS_VALUE: value_error_of, STATUS_OVERFLOW: overflow_of}
-        for which, error_of in readers.items():
-            status = self._runtime.statuses()[which]
-            if status.code:
-                error = error_of(self.config, status)
-                status.code = 0
-                handle = self._slots[status.slot]
-                if handle is not None and self._runtime.synchronous:
-                    where = self._runtime.stream(None, handle.kind)
-                    self._runtime.launch("release", self._blocks[handle.slot], 0, 0, where, None)
-                    self._free(handle, State.FAILED)
-                raise error
+        found = take_report(self.config, self._runtime.statuses())
+        if found is None:
+            return
+        error, slot = found
+        handle = self._slots.holder(slot)
+        if handle is not None and self._runtime.synchronous:
+            where = self._runtime.stream(None, handle.kind)
+            self._runtime.launch("release", self._blocks[slot], 0, 0, where, None)
+            self._slots.free(handle, State.FAILED)
+        raise error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moecomm.config import MoeConfig
-from moecomm.errors import ConfigError, Overflow, PeerTimeout
-from moecomm.kernels.args import CODE_BAD_EXPERT, PHASES, Status
+from moecomm.errors import ConfigError, MoecommError, Overflow, PeerTimeout
+from moecomm.kernels.args import CODE_BAD_EXPERT, PHASES, STATUS_OVERFLOW, STATUS_VALUE, Status
 
 
 def failure_of(status: Status) -> PeerTimeout:
@@ -17,6 +19,17 @@ def failure_of(status: Status) -> PeerTimeout:
         rank=status.rank,
         epoch=status.epoch,
     )
+
+
+def take_report(cfg: MoeConfig, statuses: Sequence[Status]) -> tuple[MoecommError, int] | None:
+    """What concerns one handle, and its slot; the record is free again afterwards."""
+    for which, error_of in ((STATUS_VALUE, value_error_of), (STATUS_OVERFLOW, overflow_of)):
+        status = statuses[which]
+        if status.code:
+            error = error_of(cfg, status)
+            status.code = 0
+            return error, int(status.slot)
+    return None
 
 
 def value_error_of(cfg: MoeConfig, status: Status) -> ConfigError:

@@ -5,6 +5,7 @@ What the GPU gives is compared bit for bit with the reference, as everywhere.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -80,9 +81,11 @@ CASES: dict[str, tuple[mc.MoeConfig, int, str | None]] = {
 }
 
 
+@pytest.mark.parametrize("wire", ["auto", "flags"])
 @pytest.mark.parametrize("name", CASES)
-def test_many_steps_equal_the_reference(name: str) -> None:
+def test_many_steps_equal_the_reference(name: str, wire: str) -> None:
     cfg, num_ranks, input_dtype = CASES[name]
+    cfg = dataclasses.replace(cfg, wire=wire)
     cases = [
         make_case(cfg, num_ranks, seed, input_dtype=input_dtype, skew=0.3 * (seed % 2))
         for seed in range(4)
@@ -90,8 +93,9 @@ def test_many_steps_equal_the_reference(name: str) -> None:
     run_threads(_steps, num_ranks, cfg, cases, 3, device="cuda")
 
 
-def test_a_thousand_rounds_with_random_delays() -> None:
-    cfg = mc.MoeConfig(**BASE)
+@pytest.mark.parametrize("wire", ["lines", "flags"])
+def test_a_thousand_rounds_with_random_delays(wire: str) -> None:
+    cfg = mc.MoeConfig(**BASE, wire=wire)
     cases = [make_case(cfg, 4, seed) for seed in range(5)]
     run_threads(_steps, 4, cfg, cases, 200, device="cuda")
 

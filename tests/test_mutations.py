@@ -24,7 +24,7 @@ SEEDS = 40
 # One slot: every step reuses the memory of the one before. A row is more chunks than a warp has
 # lanes, a block gets more than one token, and there is little else.
 CFG = mc.MoeConfig(
-    num_experts=7, top_k=3, hidden=592, max_tokens=6, layout="grouped", in_flight=1, timeout_s=1.0
+    num_experts=7, top_k=3, hidden=592, max_tokens=15, layout="grouped", in_flight=1, timeout_s=1.0
 )
 STEPS = 3
 
@@ -55,22 +55,20 @@ MUTATIONS = {
         "dispatch_send.cu",
         "make_row(a, t, records);\n",
         "if (threadIdx.x < plan.num_dest) st_release_sys(plan.flag[threadIdx.x], epoch);\n"
-        "            make_row(a, t, records);\n",
+        "        make_row(a, t, records);\n",
     ),
     "no-barrier-before-the-record-flag": Mutation(
         "dispatch_send.cu",
-        "__syncthreads();  // every thread's part of the record comes before its flag",
+        "__syncthreads();  // every thread's part of the records comes before their flags",
         "",
     ),
     "no-barrier-after-the-plan": Mutation(
         "dispatch_send.cu",
-        "if (warp_id() == 0) plan_token(a, s, t);\n        __syncthreads();",
-        "if (warp_id() == 0) plan_token(a, s, t);",
+        "__syncthreads();  // the plan is made",
+        "",
     ),
-    "plan-read-while-the-next-is-made": Mutation(
-        "dispatch_send.cu",
-        "if (warp_id() == 0 && lane_id() < plan.num_dest)",
-        "if (threadIdx.x < plan.num_dest)",
+    "plan-overwritten-while-it-is-read": Mutation(
+        "dispatch_send.cu", "__syncthreads();  // nobody still reads the plans", ""
     ),
     "reuse-before-acknowledgement": Mutation(
         "routing.cuh", "abort == 0 && ack >= read &&", "abort == 0 &&", setting="sparse"
@@ -111,7 +109,7 @@ MUTATIONS = {
     ),
     "rows-placed-without-a-barrier": Mutation(
         "dispatch_recv.cu",
-        "group, true, plan);\n        __syncthreads();",
+        "group, true, plan);\n        __syncwarp();",
         "group, true, plan);",
     ),
     "one-block-copies-before-the-heads": Mutation(
@@ -122,20 +120,23 @@ MUTATIONS = {
     ),
     "no-barrier-before-the-combine-flag": Mutation(
         "combine_send.cu",
-        "__syncthreads();  // every thread's part of a row comes before its flag",
+        "__syncwarp();  // every lane's part of a row comes before its flag",
         "",
         setting="sender",
     ),
     "combine-stale-epoch-accepted": Mutation(
         "combine_recv.cu",
-        "owed.place[threadIdx.x]), epoch,",
-        "owed.place[threadIdx.x]), epoch - 1,",
+        "owed.place[lane_id()]), epoch,",
+        "owed.place[lane_id()]), epoch - 1,",
     ),
     "combine-waits-for-all-but-one-row": Mutation(
-        "combine_recv.cu", "if (threadIdx.x < owed.num)\n", "if (threadIdx.x + 1 < owed.num)\n"
+        "combine_recv.cu", "if (lane_id() < owed.num)\n", "if (lane_id() + 1 < owed.num)\n"
+    ),
+    "flag-acquired-by-one-lane-only": Mutation(
+        "combine_recv.cu", "__syncwarp();  // what one lane acquired holds for all", ""
     ),
     "token-overwritten-while-it-is-read": Mutation(
-        "combine_recv.cu", "__syncthreads();  // nobody still reads this token", ""
+        "combine_recv.cu", "__syncwarp();  // nobody still reads this warp's space", ""
     ),
     "lines-sent-before-the-image-is-made": Mutation(
         "dispatch_send_lines.cu",
@@ -224,7 +225,7 @@ def _cases(wire: str, setting: str) -> list[Case]:
         idxs = [np.full((4, 3), 0), np.full((6, 3), 6), np.empty((0, 3))]
         idxs = [idx.astype(np.int32) for idx in idxs]
         return [make_case(cfg, 3, step, idxs=idxs) for step in range(STEPS)]
-    return [make_case(cfg, 3, step, tokens=[6, 4, 6]) for step in range(STEPS)]
+    return [make_case(cfg, 3, step, tokens=[15, 4, 6]) for step in range(STEPS)]
 
 
 def _simulate(cases: list[Case], setting: str, seed: int) -> None:

@@ -9,7 +9,13 @@ from moecomm.emulator import EmulatorProgram, ProcessWorld
 from moecomm.kernels import source
 from moecomm.kernels.args import Args
 from moecomm.kernels.geometry import EMULATOR, Machine, geometry
-from moecomm.kernels.stages import STAGES, emulator_defines, emulator_table, kernel_name
+from moecomm.kernels.stages import (
+    STAGES,
+    emulator_defines,
+    emulator_table,
+    input_codes,
+    kernel_name,
+)
 from moecomm.layout import Layout
 
 if TYPE_CHECKING:
@@ -32,8 +38,9 @@ class EmulatedKernels:
         self._machine = machine
         self._worlds: dict[EmulatorProgram, ProcessWorld] = {}
         checks = simulation is not None and simulation.checks
-        for stage in STAGES[1:]:  # dispatch_send: when the input's dtype is known
-            self._program(stage, 0).prepare(checks=checks)
+        for stage in STAGES:
+            for code in input_codes(layout.cfg) if stage == "dispatch_send" else [0]:
+                self._program(stage, code).prepare(checks=checks)
 
     def launch(self, stage: str, args: Args, num_tokens: int, input_code: int) -> None:
         """Run one stage. Raises what the emulator finds: ``Deadlock``, ``CheckFailure``."""

@@ -8,6 +8,7 @@ from typing import Final
 from moecomm.arena import round_up
 from moecomm.layout import Layout
 
+PLANS: Final = 4  # tokens that a block of dispatch_send has in hand (routing.cuh)
 SMEM_STRUCT_BYTES: Final = (
     1280  # room for the largest shared struct of any stage; device code asserts it
 )
@@ -56,12 +57,14 @@ def gpu_block(layout: Layout) -> Block:
 
 def image_offset(layout: Layout) -> int:
     """Where dispatch_send_lines keeps a token's image in shared memory, behind its counters."""
-    return round_up(SMEM_STRUCT_BYTES + 4 * (layout.cfg.num_experts + layout.num_ranks), 16)
+    return round_up(
+        PLANS * SMEM_STRUCT_BYTES + 4 * layout.cfg.num_experts + 12 * layout.num_ranks, 16
+    )
 
 
 def shared_bytes(stage: str, layout: Layout, threads: int) -> int:
     """Dynamic shared memory of one block."""
-    structs = SMEM_STRUCT_BYTES * (threads // 32 if layout.lines else 1)
+    structs = SMEM_STRUCT_BYTES * (threads // 32)  # one a warp
     if stage == "dispatch_send":
         fixed = image_offset(layout)
         if not layout.lines:
@@ -77,12 +80,17 @@ def shared_bytes(stage: str, layout: Layout, threads: int) -> int:
 def geometry(stage: str, layout: Layout, machine: Machine, num_tokens: int) -> Geometry:
     """Launch shape for ``num_tokens`` tokens here (the receiving stages may hold more).
 
-    dispatch_send has one block that counts beside those that send.
+    The dispatch stages have one block that counts beside those that send or receive.
     """
     cfg = layout.cfg
-    work = num_tokens + 1
-    if stage in ("dispatch_recv", "combine_send"):
-        work = layout.num_groups * cfg.max_tokens
+    records = layout.num_groups * cfg.max_tokens
+    work = {
+        "dispatch_send": num_tokens + 1,
+        "dispatch_recv": records + 1,
+        "combine_send": records,
+        "combine_recv": num_tokens,
+        "release": 1,
+    }[stage]
     limit = machine.max_blocks if cfg.num_sms is None else min(machine.max_blocks, cfg.num_sms)
     return Geometry(
         max(1, min(work, limit)), machine.threads, shared_bytes(stage, layout, machine.threads)

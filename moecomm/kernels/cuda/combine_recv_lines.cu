@@ -42,12 +42,12 @@ DEVICE bool sum_piece(const Args& a, const Owed& owed, u32 t, u32 number, u64 ep
     return true;
 }
 
-DEVICE void receive_tokens(const Args& a, u64 epoch)
+DEVICE void receive_tokens(const Args& a, u32 tokens, u64 epoch)
 {
     DYNAMIC_SHARED(Owed, spaces);
     Owed& owed = spaces[warp_id()];
     const u32 pieces = num_pieces(ROW_WORDS);
-    const u32 tasks = ld(local_at<u32>(a, LOC_NUM_TOKENS, a.slot)) * pieces;
+    const u32 tasks = tokens * pieces;
     for (u32 task = blockIdx.x * num_warps() + warp_id(); task < tasks;
          task += gridDim.x * num_warps()) {
         load_owed(a, owed, task / pieces);
@@ -59,7 +59,8 @@ DEVICE void receive_tokens(const Args& a, u64 epoch)
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_recv_lines(Args a)
 {
+    const u32 tokens = ld(local_at<u32>(a, LOC_NUM_TOKENS, a.slot));
     u64 epoch;
-    if (__all_sync(FULL_WARP, begin_combine(a, &epoch))) receive_tokens(a, epoch);
+    if (__all_sync(FULL_WARP, begin_combine(a, &epoch))) receive_tokens(a, tokens, epoch);
     wait_for_earlier_kernels();  // whoever waits for this kernel also waits for combine_send
 }

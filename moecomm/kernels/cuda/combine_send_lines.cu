@@ -7,18 +7,24 @@
 
 #define ROW_WORDS ((u32)(COMBINE_ROW_BYTES / 8))
 
-// Chunk c of what goes back to place n.
-DEVICE Chunk returned_chunk(const Args& a, const Returned& rec, u32 n, u32 c)
+// The lane's chunk of piece `piece` of row `row` of y.
+DEVICE Chunk y_chunk(const Args& a, u64 row, u32 piece)
 {
-    if (c >= ROW_WORDS / 2) return zero_chunk();
-    if (SENDER_REDUCES) return weighted_sum(a, rec, c);
-    return Row<COMBINE_DTYPE>::load((const void*)(a.y + rec.row[n] * a.y_stride), c, a.y_aligned);
+    const u32 c = piece * PIECE_CHUNKS + lane_id();
+    if (lane_id() >= PIECE_CHUNKS || c >= ROW_WORDS / 2) return zero_chunk();
+    return Row<COMBINE_DTYPE>::load((const void*)(a.y + row * a.y_stride), c, a.y_aligned);
 }
 
-DEVICE void send_piece(const Args& a, const Returned& rec, u32 n, u32 piece, u64 epoch)
+DEVICE Chunk sum_chunk(const Args& a, const Returned& rec, u32 piece)
 {
-    Chunk own = zero_chunk();
-    if (lane_id() < PIECE_CHUNKS) own = returned_chunk(a, rec, n, piece * PIECE_CHUNKS + lane_id());
+    const u32 c = piece * PIECE_CHUNKS + lane_id();
+    if (lane_id() >= PIECE_CHUNKS || c >= ROW_WORDS / 2) return zero_chunk();
+    return weighted_sum(a, rec, c);
+}
+
+// The lanes' chunks of one piece, to place n.
+DEVICE void send_piece(const Args& a, const Returned& rec, u32 n, u32 piece, Chunk own, u64 epoch)
+{
     Pair chunk;
     chunk.low = (u64)own.words[1] << 32 | own.words[0];
     chunk.high = (u64)own.words[3] << 32 | own.words[2];
@@ -34,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_s
 {
     wait_for_earlier_kernels();
     let_next_kernel_start();
+    const u32 records = ld(local_at<u32>(a, LOC_NUM_RECORDS, a.slot));
     u64 epoch;
     const bool go = begin_combine(a, &epoch);
     acknowledge(a, epoch);
@@ -42,13 +49,21 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_s
     DYNAMIC_SHARED(Returned, spaces);
     Returned& rec = spaces[warp_id()];
     const u32 pieces = num_pieces(ROW_WORDS);
-    const u32 tasks = ld(local_at<u32>(a, LOC_NUM_RECORDS, a.slot)) * pieces;
+    const u32 tasks = records * pieces;
     for (u32 task = blockIdx.x * num_warps() + warp_id(); task < tasks;
          task += gridDim.x * num_warps()) {
-        load_returned(a, rec, task / pieces);
+        const u32 j = task / pieces, piece = task % pieces;
+        // In the rank layout row j belongs to record j: no need to ask its meta first.
+        Chunk own = zero_chunk();
+        if (LAYOUT == LAYOUT_RANK) own = y_chunk(a, j, piece);
+        load_returned(a, rec, j);
         __syncwarp();
+        if (SENDER_REDUCES) own = sum_chunk(a, rec, piece);
         const u32 rows = SENDER_REDUCES ? 1 : rec.num;
-        for (u32 n = 0; n < rows; ++n) send_piece(a, rec, n, task % pieces, epoch);
+        for (u32 n = 0; n < rows; ++n) {
+            if (!SENDER_REDUCES && LAYOUT != LAYOUT_RANK) own = y_chunk(a, rec.row[n], piece);
+            send_piece(a, rec, n, piece, own, epoch);
+        }
         __syncwarp();  // nobody still reads this warp's space
     }
 }

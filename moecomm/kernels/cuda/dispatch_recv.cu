@@ -1,31 +1,31 @@
 // dispatch_recv: records of all groups  →  rows of recv.x, in (expert, group, token) order.
 //
 // Every block waits for all heads and works out where each group's rows of each expert begin
-// (prefix sums over groups, then over experts). Then blocks share out the records: wait for a
+// (prefix sums over groups, then over experts). Then warps share out the records: wait for a
 // record's flag, copy its row to every local expert that wants it. Block 0 also writes counts
 // and offsets.
 //
 // Reads: own head, record, record_flag.  Writes: own received rows, meta, row_of, epoch.
-// Order: acquire of a record's flag, block barrier, its bytes.
+// Order: acquire of a record's flag, warp barrier, its bytes.
 #include "placement.cuh"
 
 DEVICE void copy_record(const Args& a, const RowPlan& plan, u64 record)
 {
     const u64 row = record + RECORD_ROW_OFF;
     const u64 num_chunks = Row<WIRE_DTYPE>::num_chunks();
-    for (u64 c = threadIdx.x; c < num_chunks; c += CHUNKS_AT_ONCE * blockDim.x) {
+    for (u64 c = lane_id(); c < num_chunks; c += CHUNKS_AT_ONCE * WARP_SIZE) {
         Chunk chunks[CHUNKS_AT_ONCE];
-        for (u32 n = 0; n < CHUNKS_AT_ONCE; ++n)
-            if (c + n * blockDim.x < num_chunks)
-                chunks[n] = to_chunk(ld_v4((const void*)(row + (c + n * blockDim.x) * 16)));
-        for (u32 n = 0; n < CHUNKS_AT_ONCE; ++n)
-            if (c + n * blockDim.x < num_chunks)
+        UNROLL for (u32 n = 0; n < CHUNKS_AT_ONCE; ++n)
+            if (c + n * WARP_SIZE < num_chunks)
+                chunks[n] = to_chunk(ld_v4((const void*)(row + (c + n * WARP_SIZE) * 16)));
+        UNROLL for (u32 n = 0; n < CHUNKS_AT_ONCE; ++n)
+            if (c + n * WARP_SIZE < num_chunks)
                 for (u32 i = 0; i < plan.num; ++i)
-                    Row<WIRE_DTYPE>::store((void*)recv_row(a, plan.rows[i]), c + n * blockDim.x,
+                    Row<WIRE_DTYPE>::store((void*)recv_row(a, plan.rows[i]), c + n * WARP_SIZE,
                                            chunks[n], rows_aligned());
     }
     const float* scales = reinterpret_cast<const float*>(record + RECORD_SCALE_OFF);
-    for (u64 b = threadIdx.x; b < NUM_SCALES; b += blockDim.x) {
+    for (u64 b = lane_id(); b < NUM_SCALES; b += WARP_SIZE) {
         const float scale = ld(scales + b);
         for (u32 i = 0; i < plan.num; ++i) st(recv_scale(a, plan.rows[i]) + b, scale);
     }
@@ -34,20 +34,21 @@ DEVICE void copy_record(const Args& a, const RowPlan& plan, u64 record)
 DEVICE void receive_records(const Args& a, const Placement& s, RowPlan& plan, u64 epoch)
 {
     const u32 total = s.group_start[NUM_GROUPS];
-    for (u32 j = blockIdx.x; j < total; j += gridDim.x) {
+    for (u32 j = receiver_id() * num_warps() + warp_id(); j < total;
+         j += num_receivers() * num_warps()) {
         const u32 group = group_of(s, j);
         const u32 i = j - s.group_start[group];
         bool ok = true;
-        if (threadIdx.x == 0)
+        if (lane_id() == 0)
             ok = wait_flag(a, record_flag(a.symmetric, a, group, i), epoch, PHASE_DISPATCH_RECV,
                            group * (u32)REPLICAS);
-        if (!__syncthreads_and(ok)) return;
+        if (!__all_sync(FULL_WARP, ok)) return;
+        __syncwarp();  // what lane 0 acquired holds for all
         const u64 record = record_at(a.symmetric, a, group, i);
-        if (warp_id() == 0)
-            plan_record(a, s, reinterpret_cast<const u32*>(record), j, group, true, plan);
-        __syncthreads();
+        plan_record(a, s, reinterpret_cast<const u32*>(record), j, group, true, plan);
+        __syncwarp();
         copy_record(a, plan, record);
-        __syncthreads();  // nobody still reads the plan
+        __syncwarp();  // nobody still reads this warp's plan
     }
 }
 
@@ -55,9 +56,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_
 {
     u64 epoch;
     if (!begin_recv(a, &epoch)) return;
-    DYNAMIC_SHARED(u32, words);
-    RowPlan& plan = *reinterpret_cast<RowPlan*>(words);
-    const Placement s = placement_at(a, words + sizeof(RowPlan) / sizeof(u32));
-    if (place_rows(a, s, epoch)) receive_records(a, s, plan, epoch);
+    DYNAMIC_SHARED(RowPlan, plans);
+    const Placement s = placement_at(a, reinterpret_cast<u32*>(plans + num_warps()));
+    if (place_rows(a, s, epoch)) receive_records(a, s, plans[warp_id()], epoch);
     wait_for_earlier_kernels();  // whoever waits for this kernel also waits for dispatch_send
 }

@@ -77,8 +77,8 @@ DEVICE void receive_pieces(const Args& a, const Placement& s, WarpSpace& space, 
 {
     const u32 pieces = num_pieces(RECORD_WORDS);
     const u32 tasks = s.group_start[NUM_GROUPS] * pieces;
-    for (u32 task = blockIdx.x * num_warps() + warp_id(); task < tasks;
-         task += gridDim.x * num_warps())
+    for (u32 task = receiver_id() * num_warps() + warp_id(); task < tasks;
+         task += num_receivers() * num_warps())
         if (!receive_piece(a, s, space, task / pieces, task % pieces, epoch)) return;
 }
 

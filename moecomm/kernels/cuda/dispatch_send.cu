@@ -6,7 +6,7 @@
 // counting, so they are the same in every run, and no rank asks another.
 //
 // Block 0 counts everything and tells every rank its numbers ("head"). The other blocks take a
-// contiguous share of tokens each: count what comes before it, then send token by token. With
+// contiguous share of tokens each: count what comes before it, then send a few at a time. With
 // replicas every one of them counts all tokens and sends those with t % REPLICAS == its number.
 //
 // Writes: peers' head, record, record_flag; own route, num_dest, weight, num_tokens, epoch.
@@ -46,23 +46,27 @@ DEVICE void send_meta(const Args& a, const Plan& plan, u32 t)
     }
 }
 
-DEVICE void send_tokens(const Args& a, const Counters& s, Share share, u64 epoch)
+// Tokens [first, last), PLANS at most. Their flags come together at the end: on a busy link a
+// release waits 10 µs for its data to arrive, and there is one such wait for all of them.
+DEVICE void send_group(const Args& a, const Counters& s, u32 first, u32 last, u64 epoch)
 {
     const u32 replica = (u32)(a.rank % REPLICAS);
-    for (u32 t = share.first; t < share.last; ++t) {
-        if (warp_id() == 0) plan_token(a, s, t);
-        __syncthreads();
-        const Plan& plan = *s.plan;
-        if (t % REPLICAS == replica) {
-            ToRecords records = {plan};
-            make_row(a, t, records);
-            send_meta(a, plan, t);
-            __syncthreads();  // every thread's part of the record comes before its flag
-            // Only warp 0 still reads the plan, and it alone makes the next one.
-            if (warp_id() == 0 && lane_id() < plan.num_dest)
-                st_release_sys(plan.flag[lane_id()], epoch);
-        }
+    for (u32 t = first; t < last; ++t) {
+        Plan& plan = s.plans[t - first];
+        if (warp_id() == 0) plan_token(a, s, t, load_slot(a, t), plan);
+        __syncthreads();  // the plan is made
+        if (t % REPLICAS != replica) continue;
+        ToRecords records = {plan};
+        make_row(a, t, records);
+        send_meta(a, plan, t);
     }
+    __syncthreads();  // every thread's part of the records comes before their flags
+    for (u32 i = threadIdx.x; i < (last - first) * WARP_SIZE; i += blockDim.x) {
+        const Plan& plan = s.plans[i / WARP_SIZE];
+        if ((first + i / WARP_SIZE) % REPLICAS == replica && lane_id() < plan.num_dest)
+            st_release_sys(plan.flag[lane_id()], epoch);
+    }
+    __syncthreads();  // nobody still reads the plans
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_send(Args a)
@@ -77,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_
         const Share share = token_share(tokens);
         count_tokens(a, s, 0, share.first);
         __syncthreads();
-        send_tokens(a, s, share, epoch);
+        for (u32 t = share.first; t < share.last; t += PLANS)
+            send_group(a, s, t, min(t + PLANS, share.last), epoch);
     }
 }

@@ -39,13 +39,13 @@ struct Image {
 };
 
 // Warp 0: where token t goes, and what each destination is told.
-DEVICE void plan_image(const Args& a, const Counters& s, u32 t, const Image& image)
+DEVICE void plan_image(const Args& a, const Counters& s, u32 t, Slot slot, const Image& image)
 {
-    plan_token(a, s, t);
+    plan_token(a, s, t, slot, *s.plans);
     __syncwarp();
     const u32 words = META_BYTES / 4;
-    for (u32 i = lane_id(); i < s.plan->num_dest * words; i += WARP_SIZE)
-        image.meta[i] = meta_word(a, *s.plan, t, i / words, i % words);
+    for (u32 i = lane_id(); i < s.plans->num_dest * words; i += WARP_SIZE)
+        image.meta[i] = meta_word(a, *s.plans, t, i / words, i % words);
 }
 
 DEVICE void send_image(const Plan& plan, const Image& image, u64 epoch)
@@ -68,11 +68,14 @@ DEVICE void send_tokens(const Args& a, const Counters& s, Share share, Image ima
     count_tokens(a, s, 0, share.first);
     for (u32 t = share.first; t < share.last; ++t) {
         const bool ours = t % REPLICAS == replica;
-        if (ours) make_row(a, t, image);  // needs no plan: its loads overlap the counting
-        __syncthreads();                  // what comes before t is counted
-        if (warp_id() == 0) plan_image(a, s, t, image);
+        // Neither needs what is counted: these loads overlap the counting.
+        Slot slot;
+        if (warp_id() == 0) slot = load_slot(a, t);
+        if (ours) make_row(a, t, image);
+        __syncthreads();  // what comes before t is counted
+        if (warp_id() == 0) plan_image(a, s, t, slot, image);
         __syncthreads();  // every thread's part of the image comes before it is sent
-        if (ours) send_image(*s.plan, image, epoch);
+        if (ours) send_image(*s.plans, image, epoch);
         __syncthreads();  // nobody still reads plan and image
     }
 }

@@ -153,10 +153,8 @@ DEVICE void count_groups(const Args& a, const Placement& s)
         const u32 records = s.group_start[g + 1] - s.group_start[g];
         const u32 rows = ROWS_PER_RANK ? records : rows_of_group(a, s, g);
         if (lane_id() > 0) continue;
-        u64* recv = local_at<u64>(a, LOC_STAT_RECV, g);
-        u64* back = local_at<u64>(a, LOC_STAT_ROWS, g);
-        st(recv, ld(recv) + records);
-        st(back, ld(back) + rows);
+        atomicAdd(local_at<u64>(a, LOC_STAT_RECV, g), (u64)records);
+        atomicAdd(local_at<u64>(a, LOC_STAT_ROWS, g), (u64)rows);
     }
 }
 
@@ -176,8 +174,7 @@ DEVICE void write_counts(const Args& a, const Placement& s)
     for (u32 e = threadIdx.x; e < a.num_local; e += blockDim.x) {
         const u32 n = s.expert_total[e];
         st(counts + e, n);
-        u64* total = local_at<u64>(a, LOC_STAT_EXPERT, e);
-        st(total, ld(total) + n);
+        atomicAdd(local_at<u64>(a, LOC_STAT_EXPERT, e), (u64)n);
     }
     if (LAYOUT != LAYOUT_RANK)
         for (u32 e = threadIdx.x; e <= a.num_local; e += blockDim.x)
@@ -289,7 +286,8 @@ DEVICE bool begin_recv(const Args& a, u64* epoch)
     return !__syncthreads_or(threadIdx.x == 0 && aborted(a, abort, *epoch));
 }
 
-// Waits for every head and works out where rows go. True: rows are to be received.
+// Waits for every head and works out where rows go. True: rows are to be received. Block 0 reports
+// the counts; the others receive (receiver_id of num_receivers), or it does both if it is alone.
 DEVICE bool place_rows(const Args& a, const Placement& s, u64 epoch)
 {
     if (!heads_arrived(a, s, epoch)) return false;
@@ -297,5 +295,8 @@ DEVICE bool place_rows(const Args& a, const Placement& s, u64 epoch)
     add_up(a, s);
     if (blockIdx.x == 0) write_counts(a, s);
     if (LAYOUT == LAYOUT_GROUPED) write_pads(a, s);
-    return true;
+    return blockIdx.x > 0 || gridDim.x == 1;
 }
+
+DEVICE u32 receiver_id() { return gridDim.x > 1 ? blockIdx.x - 1 : 0; }
+DEVICE u32 num_receivers() { return gridDim.x > 1 ? gridDim.x - 1 : 1; }

@@ -13,21 +13,27 @@ struct Plan {
     float weight[WARP_SIZE];
     u32 num_dest;
 };
+#define PLANS 4u
 static_assert(sizeof(Plan) <= SMEM_STRUCT_BYTES, "kernels/geometry.py sets aside too little");
 
 struct Counters {
+    u64* peer;          // [NUM_RANKS] where each rank's symmetric part begins
     u32* expert_count;  // [NUM_EXPERTS] tokens seen so far that name it
     u32* rank_count;    // [NUM_RANKS]
-    Plan* plan;
+    Plan* plans;        // [PLANS] of the tokens in hand
 };
 
-DEVICE u32 counters_bytes() { return SMEM_STRUCT_BYTES + 4 * (u32)(NUM_EXPERTS + NUM_RANKS); }
+DEVICE u32 counters_bytes()
+{
+    return PLANS * sizeof(Plan) + 8 * (u32)NUM_RANKS + 4 * (u32)(NUM_EXPERTS + NUM_RANKS);
+}
 
 DEVICE Counters counters_at(u32* words)
 {
     Counters s;
-    s.plan = reinterpret_cast<Plan*>(words);
-    s.expert_count = words + SMEM_STRUCT_BYTES / sizeof(u32);
+    s.plans = reinterpret_cast<Plan*>(words);
+    s.peer = reinterpret_cast<u64*>(s.plans + PLANS);
+    s.expert_count = reinterpret_cast<u32*>(s.peer + NUM_RANKS);
     s.rank_count = s.expert_count + NUM_EXPERTS;
     return s;
 }
@@ -66,21 +72,29 @@ DEVICE void clear_counts(const Counters& s)
     for (u32 i = threadIdx.x; i < NUM_EXPERTS + NUM_RANKS; i += blockDim.x) s.expert_count[i] = 0;
 }
 
-// Adds tokens [first, last) to the counters, 32 / TOP_K tokens a warp and turn. An expert or rank
+#define COUNTS_AT_ONCE 8u  // routing rows that a warp loads before it counts any
+
+// Adds tokens [first, last) to the counters, 32 / TOP_K tokens a warp and step. An expert or rank
 // that a token names twice counts once.
 DEVICE void count_tokens(const Args& a, const Counters& s, u32 first, u32 last)
 {
-    const u32 per_warp = WARP_SIZE / TOP_K;
+    const u32 per_step = WARP_SIZE / TOP_K, stride = num_warps() * per_step;
     const u32 sub = lane_id() / TOP_K, k = lane_id() % TOP_K;
-    for (u32 t = first + warp_id() * per_warp; t < last; t += num_warps() * per_warp) {
-        const bool live = sub < per_warp && t + sub < last;
-        const u32 expert = live ? expert_of(a, t + sub, k) : NO_EXPERT;
-        const bool named = expert != NO_EXPERT;
-        const u32 rank = named ? expert_rank(expert) : 0;
-        if (is_first(same_key(named, sub << 16 | expert)) && named)
-            atomicAdd(&s.expert_count[expert], 1u);
-        if (is_first(same_key(named, sub << 16 | rank)) && named)
-            atomicAdd(&s.rank_count[rank], 1u);
+    for (u32 t = first + warp_id() * per_step; t < last; t += COUNTS_AT_ONCE * stride) {
+        u32 experts[COUNTS_AT_ONCE];
+        UNROLL for (u32 i = 0; i < COUNTS_AT_ONCE; ++i) {
+            const u32 token = t + i * stride + sub;
+            experts[i] = sub < per_step && token < last ? expert_of(a, token, k) : NO_EXPERT;
+        }
+        UNROLL for (u32 i = 0; i < COUNTS_AT_ONCE; ++i) {
+            if (t + i * stride >= last) break;
+            const bool named = experts[i] != NO_EXPERT;
+            const u32 rank = named ? expert_rank(experts[i]) : 0;
+            if (is_first(same_key(named, sub << 16 | experts[i])) && named)
+                atomicAdd(&s.expert_count[experts[i]], 1u);
+            if (is_first(same_key(named, sub << 16 | rank)) && named)
+                atomicAdd(&s.rank_count[rank], 1u);
+        }
     }
 }
 
@@ -95,13 +109,27 @@ DEVICE float summed_weight(float own, u32 mask)
     return sum;
 }
 
+// What token t's routing says in this lane's slot k.
+struct Slot {
+    u32 expert;
+    float weight;
+};
+
+DEVICE Slot load_slot(const Args& a, u32 t)
+{
+    const u32 k = lane_id();
+    Slot slot;
+    slot.expert = k < TOP_K ? expert_of(a, t, k) : NO_EXPERT;
+    slot.weight = a.topk_weights && slot.expert != NO_EXPERT ? given_weight(a, t, k) : 0.0f;
+    return slot;
+}
+
 // Warp 0: where does token t go? Also advances the counters and keeps the routing for combine.
-DEVICE void plan_token(const Args& a, const Counters& s, u32 t)
+DEVICE void plan_token(const Args& a, const Counters& s, u32 t, Slot slot, Plan& plan)
 {
     const u32 lane = lane_id();
-    Plan& plan = *s.plan;
     __syncwarp();  // no lane still reads the plan of the token before
-    const u32 expert = lane < TOP_K ? expert_of(a, t, lane) : NO_EXPERT;
+    const u32 expert = slot.expert;
     const bool named = expert != NO_EXPERT;
     const u32 twins = same_key(named, expert);
     const bool first = named && is_first(twins);
@@ -114,12 +142,11 @@ DEVICE void plan_token(const Args& a, const Counters& s, u32 t)
         const u32 other = __shfl_sync(FULL_WARP, rank, k);
         if ((openers >> k & 1) && other < rank) ++place;
     }
-    const float own = a.topk_weights && named ? given_weight(a, t, lane) : 0.0f;
-    const float weight = summed_weight(own, twins);
+    const float weight = summed_weight(slot.weight, twins);
 
     if (opens_rank) {
         const u32 i = s.rank_count[rank]++;
-        const u64 base = peer_base(a, rank);
+        const u64 base = s.peer[rank];
         plan.rank[place] = rank;
         plan.record[place] = record_at(base, a, a.rank / REPLICAS, i);
         plan.flag[place] = record_flag(base, a, a.rank / REPLICAS, i);
@@ -169,7 +196,7 @@ DEVICE void send_heads(const Args& a, const Counters& s, u64 epoch)
 {
     for (u64 i = threadIdx.x; i < NUM_RANKS * HEAD_WORDS; i += blockDim.x) {
         const u32 dest = (u32)(i / HEAD_WORDS), word = (u32)(i % HEAD_WORDS);
-        u64* at = head_words(peer_base(a, dest), a, a.rank) + word;
+        u64* at = head_words(s.peer[dest], a, a.rank) + word;
         const u64 value = count_word(epoch, head_count(s, dest, word));
         if (word == 0)
             st_release_sys(at, value);
@@ -177,8 +204,7 @@ DEVICE void send_heads(const Args& a, const Counters& s, u64 epoch)
             st_relaxed_sys(at, value);
     }
     for (u64 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x) {
-        u64* sent = local_at<u64>(a, LOC_STAT_SENT, r);
-        st(sent, ld(sent) + s.rank_count[r]);
+        atomicAdd(local_at<u64>(a, LOC_STAT_SENT, r), (u64)s.rank_count[r]);
     }
 }
 
@@ -215,11 +241,12 @@ DEVICE bool acks_arrived(const Args& a, u64 epoch)
     return __syncthreads_and(ok);
 }
 
-// Begins dispatch_send: clears the counters, finds the epoch and whether the slot may be written. The words needed are
+// Begins dispatch_send: fills the tables in shared memory, finds the epoch and whether the slot may be written. The words needed are
 // read together, since usually all is well; only else does anybody look again.
 DEVICE bool begin_send(const Args& a, const Counters& s, u64* epoch)
 {
     clear_counts(s);
+    for (u64 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x) s.peer[r] = peer_base(a, r);
     wait_for_earlier_kernels();
     const u64 read = ld(read_word(a));
     const u64 abort = load_abort(a);

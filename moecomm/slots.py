@@ -1,0 +1,45 @@
+"""Which handles are open: each owns one of the ``in_flight`` slots."""
+
+from __future__ import annotations
+
+from moecomm.errors import StateError
+from moecomm.handle import Handle, State
+
+
+class Slots:
+    """The handles of one communicator that are open, by slot.
+
+    All ranks open and free handles in one order, so that all find the same lowest free slot.
+    """
+
+    def __init__(self, in_flight: int) -> None:
+        self._handles: list[Handle | None] = [None] * in_flight
+        self.serial = 0  # of the next handle
+
+    def lowest_free(self) -> int:
+        """Raise ``StateError`` if none is."""
+        for slot, handle in enumerate(self._handles):
+            if handle is None:
+                return slot
+        raise StateError(
+            f"dispatch_send: in_flight={len(self._handles)} handles are open; combine or close "
+            "one first, or raise in_flight on every rank"
+        )
+
+    def hold(self, handle: Handle) -> None:
+        self._handles[handle.slot] = handle
+        self.serial += 1
+
+    def holder(self, slot: int) -> Handle | None:
+        return self._handles[slot]
+
+    def free(self, handle: Handle, state: State) -> None:
+        """Leave ``handle`` at ``state``; its slot may be taken again."""
+        handle.state = state
+        if self._handles[handle.slot] is handle:
+            self._handles[handle.slot] = None
+
+    def close(self) -> None:
+        for handle in self._handles:
+            if handle is not None:
+                self.free(handle, State.CLOSED)
