@@ -51,11 +51,13 @@ PLACES = {
     ),
     "rows-that-come-back": (
         "combine_send.cu",
-        "st_release_sys(combine_flag(base, a, record->token, record->place[i / REPLICAS]), epoch);",
+        "st_release_sys(combine_flag(base, a, rec.token, rec.place[i / REPLICAS]), epoch);",
         "a.rank == 0",
     ),
     "planning-a-token": (
-        "dispatch_send.cu", "if (warp_id() == 0) plan_token(a, s, t);", "a.rank == 0",
+        "dispatch_send.cu",
+        "if (warp_id() == 0) plan_token(a, s, t, load_slot(a, t), plan);",
+        "a.rank == 0",
     ),
 }  # fmt: skip
 CHOICE = len(stages.emulator_table(mc.Layout(mc.MoeConfig(
