@@ -67,9 +67,6 @@ MUTATIONS = {
         "__syncthreads();  // the plan is made",
         "",
     ),
-    "plan-overwritten-while-it-is-read": Mutation(
-        "dispatch_send.cu", "__syncthreads();  // nobody still reads the plans", ""
-    ),
     "reuse-before-acknowledgement": Mutation(
         "routing.cuh", "abort == 0 && ack >= read &&", "abort == 0 &&", setting="sparse"
     ),
@@ -87,8 +84,8 @@ MUTATIONS = {
     ),
     "acknowledged-before-the-records-are-read": Mutation(
         "dispatch_recv.cu",
-        "    DYNAMIC_SHARED(u32, words);",
-        "    acknowledge(a, epoch);\n    DYNAMIC_SHARED(u32, words);",
+        "    DYNAMIC_SHARED(RowPlan, plans);",
+        "    acknowledge(a, epoch);\n    DYNAMIC_SHARED(RowPlan, plans);",
         setting="sparse",
     ),
     "head-not-released": Mutation(

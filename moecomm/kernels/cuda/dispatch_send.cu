@@ -66,7 +66,8 @@ DEVICE void send_group(const Args& a, const Counters& s, u32 first, u32 last, u6
         if ((first + i / WARP_SIZE) % REPLICAS == replica && lane_id() < plan.num_dest)
             st_release_sys(plan.flag[lane_id()], epoch);
     }
-    __syncthreads();  // nobody still reads the plans
+    // Each plan was read last by the warp of its number: warp 0 may make the next one at once, and
+    // makes the others behind the next barrier.
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_send(Args a)
