@@ -13,6 +13,7 @@ from emulator_programs import MUTATIONS, Exchange, program, run_exchange
 from moecomm.emulator import CheckFailure, simulate
 
 RANKS, EPOCHS, SEEDS = 3, 3, 40
+MISTAKE_SEEDS = 12  # nearly every seed finds each
 Checks = bool | Literal["strict"]
 
 
@@ -51,13 +52,13 @@ FOUND = {
 def test_mistakes_are_found_and_named(mutation: str, checks: Checks) -> None:
     kind, sender, words = FOUND[mutation]
     failures = []
-    for seed in range(SEEDS):
+    for seed in range(MISTAKE_SEEDS):
         with pytest.raises((CheckFailure, AssertionError)) as caught:
             exchange(seed, mutation, sender, checks)
         if isinstance(caught.value, CheckFailure):
             failures.append(caught.value)
     of_kind = [f for f in failures if f.kind == kind]
-    assert len(of_kind) >= SEEDS * 3 // 4
+    assert len(of_kind) >= MISTAKE_SEEDS * 3 // 4
     assert all(word in of_kind[0].report for word in words), of_kind[0].report
 
 
@@ -150,7 +151,7 @@ CLEAN = {
 @pytest.mark.parametrize("case", CLEAN)
 def test_ordered_accesses_pass(case: str) -> None:
     options = CLEAN[case]
-    for seed in range(20):
+    for seed in range(10):
         single(**options, seed=seed)  # type: ignore[arg-type]
 
 
