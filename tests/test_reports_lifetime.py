@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from exchange import make_case, run_case
 from payload import assert_same_bits
 from schedules import dispatch_arguments
@@ -82,6 +81,8 @@ def _misfits(group: mc.Group) -> None:
 
 def test_d05_deterministic_torch_fills_new_tensors() -> None:
     """It writes NaN into each: after the kernel, that would be the result."""
+    import torch  # not at the top, where the processes of other tests would load it too
+
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
