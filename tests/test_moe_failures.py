@@ -89,12 +89,13 @@ def _step(comm: mc.MoeComm, given: Case, half: str) -> None:
 
 
 def test_c02_a_peer_killed_at_any_moment() -> None:
-    """The kill comes from outside, amid a kernel or not; results before it are right."""
+    """The kill comes from outside, amid a kernel or not; results before it are right. Whoever got
+    its last words may name the other survivor, which waits for more of them."""
     ends = outcomes(_shot, 3, timeout_s=60)
     assert ends[DEAD].exit_code == -signal.SIGKILL
     for end in (ends[0], ends[2]):
         assert end.error is None, end.error
-        assert end.value == DEAD
+    assert {ends[0].value, ends[2].value} in ({DEAD}, {DEAD, 0}, {DEAD, 2}, {0}, {2})
 
 
 def _shot(group: mc.Group) -> int:
