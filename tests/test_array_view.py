@@ -191,7 +191,7 @@ def test_dlpack_carries_plain_types(dtype: str, index: Any) -> None:
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "bool", "complex64"]
 )
-def test_dlpack_refuses_what_it_cannot_carry(dtype: str) -> None:
+def test_dlpack_refuses_what_it_cannot_carry(dtype: str) -> None:  # G05
     tensor = torch.zeros(4, 4).to(getattr(torch, dtype))
     with pytest.raises(ConfigError, match="x: its"):
         view(OnlyDlpack(tensor), "x")

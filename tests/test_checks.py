@@ -163,7 +163,7 @@ def test_both_index_types_are_kept(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int16", "uint32", "uint64", "float32", "bool", ">i4"])
-def test_other_index_types_are_type_errors(dtype: str) -> None:
+def test_other_index_types_are_type_errors(dtype: str) -> None:  # A05
     with pytest.raises(TypeError, match=r"topk_idx has dtype .*: must be int32 or int64"):
         check(config(), topk_idx=np.zeros((3, 2), dtype))
 
