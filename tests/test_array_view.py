@@ -52,7 +52,7 @@ class OnlyDlpack:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("maker", [lambda a: a, to_torch], ids=["numpy", "torch"])
-def test_view_reads_the_same_bits(dtype: str, maker: Any) -> None:
+def test_view_reads_the_same_bits(dtype: str, maker: Any) -> None:  # G05
     array = sample(dtype)
     found = view(maker(array), "x")
     assert found.dtype == dtype
@@ -197,7 +197,7 @@ def test_dlpack_refuses_what_it_cannot_carry(dtype: str) -> None:  # G05
         view(OnlyDlpack(tensor), "x")
 
 
-def test_dlpack_errors_of_the_producer_are_passed_on() -> None:
+def test_dlpack_errors_of_the_producer_are_passed_on() -> None:  # G08
     with pytest.raises(ConfigError, match="x: its __dlpack__ refuses"):
         view(OnlyDlpack(torch.ones(2, requires_grad=True)), "x")
 
@@ -216,7 +216,7 @@ def test_dlpack_errors_of_the_producer_are_passed_on() -> None:
         view(Wrong(np.zeros(2)), "x")
 
 
-def test_dlpack_holds_the_memory_and_lets_it_go() -> None:
+def test_dlpack_holds_the_memory_and_lets_it_go() -> None:  # G08
     class Tracked(np.ndarray):
         pass
 
@@ -232,7 +232,7 @@ def test_dlpack_holds_the_memory_and_lets_it_go() -> None:
     assert gone() is None
 
 
-def test_ten_thousand_dlpack_views_leave_no_memory_behind() -> None:
+def test_ten_thousand_dlpack_views_leave_no_memory_behind() -> None:  # G08
     array = OnlyDlpack(torch.zeros(64, 64))
     view(array, "x")
     tracemalloc.start()

@@ -94,6 +94,7 @@ def test_shared_memory_of_a_mapping_can_be_wrapped() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_empty_arrays_keep_their_shape(kind: Any, shape: tuple[int, ...], dtype: str) -> None:
+    """G06."""
     for array in (wrap(0, shape, dtype, kind, None), empty_like_kind(kind, shape, dtype, "cpu")):
         assert tuple(array.shape) == shape
         assert view(array, "x").dtype == dtype

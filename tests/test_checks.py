@@ -229,7 +229,7 @@ def test_scales_of_either_majorness(num_tokens: int) -> None:
     assert_same_bits(bits(by_column).copy(), bits(by_row), "x_scale")
 
 
-def test_arrays_on_the_wrong_device_are_named() -> None:
+def test_arrays_on_the_wrong_device_are_named() -> None:  # B12
     for name in ("x", "topk_idx", "topk_weights", "num_tokens"):
         on_gpu = {n: GpuArray(a) for n, a in good(config()).items() if n != name and a is not None}
         with pytest.raises(ConfigError, match=rf"^{name} is on cpu: must be on cuda:0"):

@@ -327,7 +327,7 @@ def test_streams_are_what_libraries_call_them(
     streams.close()
 
 
-def test_a_producers_stream_comes_first(gpus: FakeDriver) -> None:
+def test_a_producers_stream_comes_first(gpus: FakeDriver) -> None:  # G07
     class Interface(GpuArray):
         @property
         def __cuda_array_interface__(self) -> dict[str, Any]:

@@ -378,7 +378,7 @@ def test_tables_show_everything(width: int) -> None:
         assert part in text
 
 
-def test_command_in_a_process_of_its_own() -> None:
+def test_command_in_a_process_of_its_own() -> None:  # G11
     done = subprocess.run(
         [sys.executable, "-m", "moecomm", "doctor", "--json"],
         capture_output=True,

@@ -102,7 +102,7 @@ def test_compiling_can_be_forbidden(cold_cache: Path, monkeypatch: pytest.Monkey
         EmulatorProgram(SOURCE, name="mine").prepare()
 
 
-def test_what_the_cache_keys_on(cold_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_cache_keys_on(cold_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # G04
     text = '#include "emulator.hpp"\n' + SOURCE
     first = build_program(text, "p", checks=False)
     assert build_program(text, "other name", checks=False) == first

@@ -154,7 +154,7 @@ def _resident_bytes() -> int:
 
 
 def test_sixteen_processes_build_into_one_cold_cache(tmp_path: Path, workers: Workers) -> None:
-    """Each compiles nothing that another has compiled."""
+    """G01: Each compiles nothing that another has compiled."""
     log = tmp_path / "log"
     compiler = tmp_path / "compiler"
     compiler.write_text(

@@ -309,7 +309,7 @@ def test_a_flag_that_comes_twice() -> None:
 
 
 def test_delayed_stores_show_a_missing_release() -> None:
-    """Without checks, in the fair schedule, which alone shows nothing."""
+    """C10: Without checks, in the fair schedule, which alone shows nothing."""
 
     def arrived(faults: Faults | None, **defines: int) -> bool:
         ring = Ring(2)

@@ -31,7 +31,7 @@ def run(code: str, hidden: tuple[str, ...] = ()) -> subprocess.CompletedProcess[
     )
 
 
-def test_import_loads_numpy_alone() -> None:
+def test_import_loads_numpy_alone() -> None:  # G10
     shown = run("import json, moecomm; print(json.dumps(sorted(sys.modules)))")
     assert shown.returncode == 0, shown.stderr
     loaded = {name.partition(".")[0] for name in json.loads(shown.stdout)}
@@ -71,7 +71,7 @@ except mc.ConfigError as error:
 
 
 @pytest.mark.parametrize("transport", ["nvshmem", "verbs", "efa"])
-def test_a_transport_that_is_not_here_is_explained_on_use(transport: str) -> None:
+def test_a_transport_that_is_not_here_is_explained_on_use(transport: str) -> None:  # G10
     code = f"""
 import moecomm as mc
 from moecomm.emulator import simulate

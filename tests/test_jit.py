@@ -180,7 +180,7 @@ def _newer(library: Library) -> Library:
     return Library(library.name, library.version, library.path, "13.0.99")
 
 
-def test_key_covers_source_arch_link_and_compiler() -> None:
+def test_key_covers_source_arch_link_and_compiler() -> None:  # G04
     loaded = Toolchain.load()
     parts = (loaded.nvvm, loaded.cuda_core, loaded.cuda_bindings, loaded.archs)
     keys = [
@@ -211,6 +211,7 @@ def test_key_covers_package_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_key_covers_headers_and_defines(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """G04."""
     files = {"k.cu": '#include "h.cuh"\n' + TINY, "h.cuh": "#pragma once\n"}
     monkeypatch.setattr(source, "names", lambda: tuple(files))
     monkeypatch.setattr(source, "load", files.__getitem__)
