@@ -225,69 +225,6 @@ def _open_close(group: mc.Group) -> tuple[int, int, float, float]:
     )
 
 
-def test_d13_a_smaller_group_after_a_larger_one() -> None:
-    mc.run(_sizes, 3, timeout_s=60)
-
-
-def _sizes(group: mc.Group) -> None:
-    for size in (3, 2, 1, 3):
-        members = group.subgroup(range(size))
-        if members is None:
-            continue
-        with members, mc.MoeComm(config(), members) as comm:
-            assert comm.group.size == size
-            run_case(comm, make_case(config(), size, size))
-
-
-# ---- groups of some of the ranks ------------------------------------------------------------
-
-
-def test_d15_a_group_of_some_then_of_all() -> None:
-    run_threads(_some_then_all, 3)
-
-
-def _some_then_all(group: mc.Group) -> None:
-    for _ in range(3):
-        some = group.subgroup([0, 1])
-        if some is not None:
-            with mc.MoeComm(config(), some) as comm:
-                run_case(comm, make_case(config(), 2))
-        everybody = group.subgroup([0, 1, 2])
-        assert everybody is not None
-        with mc.MoeComm(config(), everybody) as comm:
-            run_case(comm, make_case(config(), 3))
-
-
-MESHES = (
-    [[1, 0], [3, 2]],
-    [[0, 2], [1, 3]],  # data parallel × expert parallel
-    [[3, 1, 0]],
-)
-
-
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_d16_ranks_are_the_groups_own(mesh: list[list[int]]) -> None:
-    """Order and numbers of the expert-parallel group, never those of the world."""
-    run_threads(_mesh, 4, mesh)
-
-
-def _mesh(group: mc.Group, mesh: list[list[int]]) -> None:
-    for members in mesh:
-        own = group.subgroup(members)
-        if own is None:
-            continue
-        assert own.rank == members.index(group.rank)
-        case = make_case(config(), len(members), members[0], tokens=(4,) * len(members))
-        with mc.MoeComm(config(), own) as comm:
-            for _ in range(3):
-                run_case(comm, case)
-            recv = comm.dispatch(*dispatch_arguments(case, own.rank))
-            used = np.arange(recv.src_rank.shape[1]) < recv.counts[:, None]
-            assert set(recv.src_rank[used].tolist()) <= set(range(len(members)))
-            own.barrier(20)
-    group.barrier(20)
-
-
 # ---- memory that is not there ---------------------------------------------------------------
 
 
