@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from moecomm.config import MoeConfig
 from moecomm.errors import ConfigError, TransportError
 from moecomm.group import Group
 
 T = TypeVar("T")
+
+SETUP_S: Final = 60.0  # a wait during set-up is at least this: a peer may be compiling its kernels
 
 
 def agree(group: Group, cfg: MoeConfig, extra: dict[str, Any], timeout_s: float) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from exchange import make_case, run_case
-from threads import MemoryStore
 
 import moecomm as mc
+from moecomm.store_local import LocalStore
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -29,7 +29,7 @@ HALVES = ("dispatch_recv", "combine_send", "combine_recv")
 
 def solo(cfg: mc.MoeConfig = CFG) -> mc.MoeComm:
     """A communicator of one rank."""
-    return mc.MoeComm(cfg, mc.Group(0, 1, MemoryStore(), device="cpu"))
+    return mc.MoeComm(cfg, mc.Group(0, 1, LocalStore(), device="cpu"))
 
 
 @pytest.fixture

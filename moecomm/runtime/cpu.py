@@ -8,10 +8,10 @@ import mmap
 import os
 import resource
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from moecomm import env
-from moecomm.agreement import together
+from moecomm.agreement import SETUP_S, together
 from moecomm.arena import Arena
 from moecomm.arrays import Device, Kind
 from moecomm.errors import OutOfMemory
@@ -21,8 +21,6 @@ from moecomm.kernels.emulated import EmulatedKernels
 from moecomm.layout import Layout
 from moecomm.runtime.base import POISON, as_stream
 from moecomm.transport import open_memory
-
-SETUP_S: Final = 60.0  # at least: a peer may be compiling its kernels
 
 
 class HostMemory:

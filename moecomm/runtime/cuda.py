@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import struct
-from typing import Any, Final
+from typing import Any
 
 from moecomm import cuda_driver, env
-from moecomm.agreement import together
+from moecomm.agreement import SETUP_S, together
 from moecomm.arena import Arena
 from moecomm.arrays import Device, Kind
 from moecomm.cuda_driver import PinnedMemory, call, current
@@ -23,8 +23,6 @@ from moecomm.transport import gpu_pages, open_gpu_memory
 from moecomm.transport.gpu_pages import GpuPages
 
 logger = logging.getLogger(__name__)
-
-SETUP_S: Final = 60.0  # at least: a peer may be compiling its kernels
 
 
 class CudaRuntime:
