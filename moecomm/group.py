@@ -91,7 +91,8 @@ class Group:
 
         Collective over the process group, once: rank 0 serves a store and its address travels
         through one ``all_gather``. After that nothing of torch is used, so the process group may
-        be destroyed before or after ``close``. Ranks are the group's own, not the world's.
+        be destroyed before or after ``close``. Ranks are the group's own, not the world's. With
+        an NCCL backend ``MoeComm`` takes torch's current GPU unless it is told otherwise.
         """
         from moecomm.rendezvous import from_torch
 

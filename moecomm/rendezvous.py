@@ -161,8 +161,8 @@ def from_torch(process_group: Any, timeout_s: float) -> Group:
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
         raise ConfigError("process_group: this rank is not a member of it")
-    on_cpu = any(name in str(dist.get_backend(process_group)) for name in ("gloo", "mpi", "cpu"))
-    device = "cpu" if on_cpu else "cuda"
+    backend = str(dist.get_backend(process_group))
+    device = "cpu" if any(name in backend for name in ("gloo", "mpi", "cpu")) else "cuda"
 
     def all_gather(value: bytes) -> list[bytes]:
         mine = torch.tensor(list(value.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8).to(device)
@@ -170,7 +170,10 @@ def from_torch(process_group: Any, timeout_s: float) -> Group:
         dist.all_gather(theirs, mine, group=process_group)
         return [bytes(t.cpu().tolist()).rstrip(b"\0") for t in theirs]
 
-    return _join(rank, size, all_gather, timeout_s)
+    group = _join(rank, size, all_gather, timeout_s)
+    if "nccl" in backend:  # its ranks work on GPUs, each on the one that it has made current
+        group.device = f"cuda:{torch.cuda.current_device()}"
+    return group
 
 
 def _join(

@@ -620,6 +620,25 @@ def test_a_rank_0_that_cannot_serve_is_an_error_everywhere(monkeypatch: pytest.M
         assert "rank 0 cannot serve a store: no sockets today" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [("gloo", None), ("nccl", "cuda:3"), ("cpu:gloo,cuda:nccl", "cuda:3")],
+)
+def test_an_nccl_group_works_on_torchs_current_gpu(
+    backend: str, device: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1)
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    with Group.from_torch() as group:
+        assert group.device == device
+
+
 def test_from_torch(tmp_path: Path) -> None:  # D10, D16
     pytest.importorskip("torch.distributed", reason="torch is not installed")
     found = run(group_functions.join_by_torch, 3, str(tmp_path), timeout_s=120)
