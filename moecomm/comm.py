@@ -11,7 +11,7 @@ from typing import Any
 from moecomm import arguments, runtime
 from moecomm.agreement import agree
 from moecomm.config import MoeConfig
-from moecomm.errors import PeerTimeout, StateError
+from moecomm.errors import Overflow, PeerTimeout, StateError
 from moecomm.group import Group
 from moecomm.handle import Handle, Received, State
 from moecomm.intake import Intake
@@ -263,8 +263,8 @@ class MoeComm:
             if handle.state in (State.CLOSED, State.FAILED) or self._closed or self._failure:
                 return
             where = self._runtime.stream(None, handle.kind)
-            if handle.state is State.SENT:
-                self._launch("dispatch_recv", handle, where)
+            if handle.state is State.SENT and not self._drain(handle, where):
+                return
             if handle.state is not State.RETURNED:  # else combine_send has told the peers
                 self._launch("release", handle, where)
             self._slots.free(handle, State.CLOSED)
@@ -304,6 +304,14 @@ class MoeComm:
         self._runtime.launch(stage, block, handle.num_rows, input_code, where, stream)
         if self._runtime.synchronous:
             self.check()
+
+    def _drain(self, handle: Handle, where: int) -> bool:
+        """Receive rows that nobody wants. False: they overflow, and reporting that freed it."""
+        try:
+            self._launch("dispatch_recv", handle, where)
+        except Overflow:
+            return False
+        return True
 
     def _check_open(self, call: str) -> None:
         if self._closed:

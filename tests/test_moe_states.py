@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -188,3 +189,15 @@ def _in_child(comm: mc.MoeComm, handle: mc.Handle) -> int:
     handle.close()
     comm.close()
     return 0
+
+
+def test_closing_a_handle_that_overflows_says_nothing_and_frees_its_slot() -> None:
+    cfg = dataclasses.replace(CFG, layout="grouped", max_recv_tokens=3, in_flight=1)
+    with solo(cfg) as comm:
+        for _ in range(3):
+            handle = send(comm)  # four rows, and room for three
+            handle.close()
+            assert "closed" in repr(handle) or "failed" in repr(handle)
+        comm.check()
+        with pytest.raises(mc.Overflow, match="would receive 4 rows, max_recv_tokens allows 3"):
+            comm.dispatch_recv(send(comm))
