@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import functools
 import importlib
-import weakref
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -142,23 +141,6 @@ def synchronize(index: int) -> None:
     """Wait for everything that this process has queued on the device."""
     with current(index) as cu:
         call(cu.cuCtxSynchronize)
-
-
-class DeviceMemory:
-    """Zeroed device memory, freed when the last reference to this object goes."""
-
-    def __init__(self, index: int, nbytes: int) -> None:
-        with current(index) as cu:
-            pointer = call(cu.cuMemAlloc, nbytes)
-            weakref.finalize(self, _free, index, pointer).atexit = False
-            self.address = int(pointer)
-            call(cu.cuMemsetD8, pointer, 0, nbytes)
-            call(cu.cuCtxSynchronize)
-
-
-def _free(index: int, pointer: Any) -> None:
-    with current(index) as cu:
-        call(cu.cuMemFree, pointer)
 
 
 class PinnedMemory:

@@ -296,7 +296,6 @@ class Layout:
             "CAPPED": int(self.capped),
             "CHECK_VALUES": int(cfg.check_values),
             "HEAD_WORDS": self.head_words,
-            "CAP_WORDS": self.cap_words,
             "PLACES": self.combine_places,
             "WIRE_ROW_BYTES": self.wire_row_bytes,
             "RECORD_BYTES": self.record_bytes,

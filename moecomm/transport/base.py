@@ -11,14 +11,27 @@ write for a sign that the earlier ones have come.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
-from moecomm.errors import ConfigError
+from moecomm.errors import ConfigError, StateError
 
 MAX_IMM: Final = (1 << 32) - 1
+
+
+def check_usable(pid: int, closed: bool) -> None:
+    """Raise ``StateError`` in a process forked from ``pid``, which made the memory, and once it
+    is closed."""
+    if os.getpid() != pid:
+        raise StateError(
+            f"this memory belongs to process {pid}; process {os.getpid()} was forked "
+            "from it and must not use it"
+        )
+    if closed:
+        raise StateError("the memory is closed")
 
 
 @dataclass(frozen=True, slots=True)

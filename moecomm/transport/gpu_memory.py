@@ -7,10 +7,10 @@ import json
 import os
 from typing import Any, Final, Self
 
-from moecomm.errors import ConfigError, MoecommError, StateError, TransportError
+from moecomm.errors import ConfigError, MoecommError, TransportError
 from moecomm.group import DEFAULT_TIMEOUT_S, Group
 from moecomm.transport import gpu_pages
-from moecomm.transport.base import Region
+from moecomm.transport.base import Region, check_usable
 from moecomm.transport.gpu_pages import GpuPages
 
 MAX_BYTES: Final = 1 << 47  # of one address space
@@ -154,13 +154,7 @@ class GpuMemory:
                 )
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise StateError(
-                f"this memory belongs to process {self._pid}; process {os.getpid()} was forked "
-                "from it and must not use it"
-            )
-        if self._closed:
-            raise StateError("the memory is closed")
+        check_usable(self._pid, self._closed)
 
     def _find(self, region: Region | None) -> Region:
         self._check_usable()

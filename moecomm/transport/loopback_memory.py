@@ -9,9 +9,9 @@ import mmap
 import os
 from typing import Any, Final
 
-from moecomm.errors import ConfigError, StateError, TransportUnavailable
+from moecomm.errors import ConfigError, TransportUnavailable
 from moecomm.group import DEFAULT_TIMEOUT_S, Group
-from moecomm.transport.base import Region
+from moecomm.transport.base import Region, check_usable
 from moecomm.transport.shared_memory import InProcess, Mapping, Memfd, TempFile, Way
 
 logger = logging.getLogger(__name__)
@@ -96,13 +96,7 @@ class LoopbackMemory:
         self.close()
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise StateError(
-                f"this memory belongs to process {self._pid}; process {os.getpid()} was forked "
-                "from it and must not use it"
-            )
-        if self._closed:
-            raise StateError("the memory is closed")
+        check_usable(self._pid, self._closed)
 
     def _find(self, region: Region | None) -> Region:
         self._check_usable()
