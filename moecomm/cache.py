@@ -135,6 +135,25 @@ class Cache:
                 return found
         return cache_files.find(self._private / key, suffix) if self._private is not None else None
 
+    def folder(self, key: str) -> Path:
+        """Return a directory of ``key`` that exists and can be written, for files that their
+        owner checks and publishes itself (numba's); a private one where ``get`` would use one."""
+        root, reason = self._usable()
+        if root is not None:
+            try:
+                (root / key).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                reason = str(error)
+            else:
+                if os.access(root / key, os.W_OK | os.X_OK):
+                    return root / key
+                reason = f"{root / key} cannot be written"
+        with self._private_lock:
+            private = self._private_root() / key
+            private.mkdir(exist_ok=True)
+            self._warn(reason)
+            return private
+
     def keep(self, key: str, name: str, text: str) -> Path | None:
         """Write ``text`` beside the entries of ``key`` for a person to read, e.g. a source that
         does not compile. Returns where; ``None`` when it cannot be written. Never an entry."""

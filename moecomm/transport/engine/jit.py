@@ -1,0 +1,73 @@
+"""Compiling the hot loop and what it calls: once per machine, kept in moecomm's cache folder.
+
+numba recompiles a function when its own file has changed, but not when a file has that it takes
+functions from. So the folder carries a digest of all sources of ``moecomm.transport``: any change
+starts an empty one.
+
+``NUMBA_CPU_NAME`` and ``NUMBA_CPU_FEATURES`` (numba's variables) are part of numba's keys. Where
+several kinds of machine share a cache folder, ``NUMBA_CPU_NAME=x86-64 NUMBA_CPU_FEATURES=`` makes
+one entry serve them all; nothing here needs wide vectors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numba
+from numba.core import config
+
+from moecomm.cache import default_cache, key_of
+
+# A division cannot raise, so that no path leads back into Python.
+_OPTIONS: Final = {"nogil": True, "error_model": "numpy"}
+
+inner: Final = numba.njit(**_OPTIONS)  # called from compiled functions alone; compiled with them
+
+
+def hot(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function that Python calls, such as the loop, without the GIL."""
+
+    def compile_it(function: Callable[..., Any]) -> Any:
+        with _cache_folder():
+            return numba.njit(signature, cache=True, **_OPTIONS)(function)
+
+    return compile_it
+
+
+def hook(signature: str) -> Callable[[Callable[..., Any]], int]:
+    """Compile a function to be called by address from machine code; the address."""
+
+    def compile_it(function: Callable[..., Any]) -> int:
+        with _cache_folder():
+            compiled = numba.cfunc(signature, cache=True, error_model="numpy")(function)
+        _alive.append(compiled)
+        return int(compiled.address)
+
+    return compile_it
+
+
+_alive: Final[list[Any]] = []  # machine code goes with its object; hooks are called by address
+
+
+@contextlib.contextmanager
+def _cache_folder() -> Iterator[None]:
+    """numba takes the folder from its configuration at the moment of decoration."""
+    before = config.CACHE_DIR
+    config.CACHE_DIR = str(default_cache().folder(_digest()))
+    try:
+        yield
+    finally:
+        config.CACHE_DIR = before
+
+
+@functools.cache
+def _digest() -> str:
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    parts: list[bytes | str] = [numba.__version__]
+    for source in sources:
+        parts += [source.name, source.read_bytes()]
+    return f"numba-{key_of(*parts)[:32]}"
