@@ -16,6 +16,7 @@ from moecomm.arena import ALIGN, Arena, round_up
 from moecomm.config import MAX_RANKS, MoeConfig
 from moecomm.dtypes import itemsize
 from moecomm.errors import ConfigError
+from moecomm.remote import EXTRA_HEAD_WORDS, LOCAL_NAMES, NO_REMOTE, Remote, RemoteAreas
 
 WORD: Final = 8
 LINE_BYTES: Final = 128
@@ -32,12 +33,16 @@ STATS_PHASES: Final = 4
 class Layout:
     """Sizes and offsets of ``cfg`` on ``rank`` of ``num_ranks``.
 
+    ``remote``: some rank has peers that its kernels cannot reach, and this is how they are served.
+
     Raises:
         ConfigError: ``num_ranks`` is out of range, does not divide by ``replicas``, or the
             receive area has more rows than an int32 counts.
     """
 
-    def __init__(self, cfg: MoeConfig, num_ranks: int, rank: int) -> None:
+    def __init__(
+        self, cfg: MoeConfig, num_ranks: int, rank: int, remote: Remote | None = None
+    ) -> None:
         if not 1 <= num_ranks <= MAX_RANKS:
             raise ConfigError(f"num_ranks={num_ranks}: must be from 1 to {MAX_RANKS}")
         if not 0 <= rank < num_ranks:
@@ -48,6 +53,7 @@ class Layout:
         self.num_ranks = num_ranks
         self.rank = rank
         self.num_groups = num_ranks // cfg.replicas
+        self.remote = remote
         if self.slot_rows > MAX_ROWS:
             raise ConfigError(
                 f"receive area of {self.slot_rows} rows: at most {MAX_ROWS}; lower max_tokens "
@@ -163,13 +169,18 @@ class Layout:
                 f"wire='lines': rows must be multiples of 16 bytes, but hidden={cfg.hidden} "
                 f"makes {self.wire_row_bytes} (dispatch) and {self.combine_row_bytes} (combine)"
             )
+        if cfg.wire == "lines" and self.remote is not None:
+            raise ConfigError(
+                "wire='lines': needs peers that kernels can store to, and here some are reached "
+                "over the network only"
+            )
         fits = image <= LINES_MAX_IMAGE_BYTES
         if cfg.wire == "lines" and not fits:
             raise ConfigError(
                 f"wire='lines': a token with its scales and routing must be at most "
                 f"{LINES_MAX_IMAGE_BYTES} bytes, but hidden={cfg.hidden} makes {image}"
             )
-        small = cfg.max_tokens <= LINES_MAX_TOKENS
+        small = cfg.max_tokens <= LINES_MAX_TOKENS and self.remote is None
         return cfg.wire == "lines" or (cfg.wire == "auto" and small and whole and fits)
 
     @cached_property
@@ -191,6 +202,18 @@ class Layout:
     def capped(self) -> bool:
         return self.cfg.max_recv_tokens is not None
 
+    @property
+    def num_sources(self) -> int:
+        """Areas for records. Replicas share one, whose numbering is their group's; where a peer is
+        remote, each source rank has one of its own, without gaps."""
+        return self.num_groups if self.remote is None else self.num_ranks
+
+    @property
+    def source_tokens(self) -> int:
+        """Records of one such area."""
+        tokens, replicas = self.cfg.max_tokens, self.cfg.replicas
+        return tokens if self.remote is None else -(-tokens // replicas)
+
     @cached_property
     def head_words(self) -> int:
         """Words a source tells each rank: its number of records, then a count per local expert.
@@ -198,7 +221,8 @@ class Layout:
         With a cap every rank must find the same overflow, so each also learns everybody's
         counts: of all ranks (``rank`` layout) or of all experts.
         """
-        return 1 + self.max_local_experts + self.cap_words
+        extra = 0 if self.remote is None else EXTRA_HEAD_WORDS
+        return 1 + self.max_local_experts + self.cap_words + extra
 
     @property
     def cap_words(self) -> int:
@@ -214,7 +238,7 @@ class Layout:
         on row sizes."""
         cfg, arena = self.cfg, Arena()
         slots, tokens = cfg.in_flight, cfg.max_tokens
-        records = slots * self.num_groups * tokens
+        records = slots * self.num_sources * self.source_tokens
         places = slots * tokens * self.combine_places
         arena.add("abort", WORD)
         arena.add("ack", slots * self.num_ranks * WORD)
@@ -258,7 +282,14 @@ class Layout:
         arena.add("row_weight", slots * rows * per_row * 4, poison=True)
         arena.add("x_scale", slots * rows * cfg.num_scales * 4, poison=True)
         arena.add("x", slots * self.recv_slot_bytes, poison=True)
+        if self.areas is not None:
+            self.areas.add_local(arena, self)
         return arena
+
+    @cached_property
+    def areas(self) -> RemoteAreas | None:
+        """What remote peers need; ``None`` where there are none."""
+        return None if self.remote is None else RemoteAreas(self, self.remote)
 
     @cached_property
     def recv_slot_bytes(self) -> int:
@@ -305,7 +336,11 @@ class Layout:
             "META_BYTES": self.meta_bytes,
             "COMBINE_ROW_BYTES": self.combine_row_bytes,
             "COMBINE_STRIDE": self.combine_stride,
+            "NUM_SOURCES": self.num_sources,
+            "SOURCE_TOKENS": self.source_tokens,
         }
+        table |= {f"LOC_{name.upper()}": 0 for name in LOCAL_NAMES}
+        table |= NO_REMOTE if self.areas is None else self.areas.constants
         table |= {f"SYM_{r.name.upper()}": r.offset for r in self.symmetric}
         table |= {f"LOC_{r.name.upper()}": r.offset for r in self.local}
         return table
