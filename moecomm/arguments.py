@@ -22,6 +22,8 @@ def blocks(layout: Layout, run: Runtime) -> list[ArgBlock]:
                 num_local=layout.num_local_experts,
                 first_expert=layout.expert_range(layout.rank).start,
                 timeout_ns=int(layout.cfg.timeout_s * 1e9),
+                remote_flags=run.remote_flags,
+                remote_bulk=run.remote_bulk,
             )
         )
         for slot in range(layout.cfg.in_flight)

@@ -76,7 +76,8 @@ class MoeComm:
         }
         agree(group, cfg, means, cfg.timeout_s)
         runtime.choose_kernels(kernels)
-        self.layout = Layout(cfg, group.size, group.rank)
+        remote = runtime.choose_remote(cfg, group, transport)
+        self.layout = Layout(cfg, group.size, group.rank, remote)
         self._runtime = runtime.open_runtime(self.layout, group, transport, device)
         self.device = self._runtime.device
         self._blocks = arguments.blocks(self.layout, self._runtime)

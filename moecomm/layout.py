@@ -340,7 +340,9 @@ class Layout:
             "SOURCE_TOKENS": self.source_tokens,
         }
         table |= {f"LOC_{name.upper()}": 0 for name in LOCAL_NAMES}
-        table |= NO_REMOTE if self.areas is None else self.areas.constants
+        table |= NO_REMOTE
+        if self.areas is not None:
+            table |= self.areas.constants
         table |= {f"SYM_{r.name.upper()}": r.offset for r in self.symmetric}
         table |= {f"LOC_{r.name.upper()}": r.offset for r in self.local}
         return table

@@ -149,6 +149,7 @@ class RemoteAreas:
         tokens = self.slots * layout.cfg.max_tokens
         arena.add("return_row", tokens * layout.cfg.top_k * 4, poison=True)
         arena.add("return_base", pairs * 4, poison=True)
+        arena.add("row_base", pairs * 4, poison=True)
         arena.add("staged_first", self.slots * (self.num_groups + 1) * 4, poison=True)
 
     def counters(self, layout: Layout) -> int:
@@ -172,6 +173,8 @@ class RemoteAreas:
             "RECORD_CHUNKS": self.record_chunks,
             "ROW_CHUNKS": self.row_chunks,
             "CHANNELS": self.channels,
+            "DOOR_WORDS": DOOR_WORDS,
+            "PLAN_WORDS": PLAN_WORDS,
         }
         table |= {f"FLG_{r.name.upper()}": r.offset for r in self.flags}
         table |= {f"BLK_{r.name.upper()}": r.offset for r in self.bulk}
@@ -179,14 +182,15 @@ class RemoteAreas:
 
 
 LOCAL_NAMES: Final = (
-    "relay", "relay_claim", "remote_base", "packed", "return_row", "return_base", "staged_first",
+    "relay", "relay_claim", "remote_base", "packed", "return_row", "return_base", "row_base",
+    "staged_first",
 )  # fmt: skip
 # The same names where every peer is reachable: device code mentions them, and never uses them.
 NO_REMOTE: Final = {
     **dict.fromkeys(
         (
             "REMOTE", "PRIVATE_RECORDS", "HEAD_BYTES", "STAGED_RECORDS", "STAGED_ROWS",
-            "LANDING_ROWS", "RECORD_CHUNKS", "ROW_CHUNKS", "CHANNELS",
+            "LANDING_ROWS", "RECORD_CHUNKS", "ROW_CHUNKS", "CHANNELS", "DOOR_WORDS", "PLAN_WORDS",
             "FLG_ABORT_OUT", "FLG_ABORT_IN", "FLG_DOOR", "FLG_PLAN", "FLG_ARRIVED",
             "BLK_OUT_HEAD", "BLK_IN_HEAD", "BLK_OUT_RECORD", "BLK_IN_RECORD", "BLK_OUT_ROW",
             "BLK_IN_ROW",

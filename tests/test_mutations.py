@@ -101,8 +101,8 @@ MUTATIONS = {
     ),
     "stale-epoch-accepted": Mutation(
         "dispatch_recv.cu",
-        "record_flag(a.symmetric, a, group, i), epoch,",
-        "record_flag(a.symmetric, a, group, i), epoch - 1,",
+        "record_flag(a.symmetric, a, source, i), epoch,",
+        "record_flag(a.symmetric, a, source, i), epoch - 1,",
     ),
     "rows-placed-without-a-barrier": Mutation(
         "dispatch_recv.cu",
@@ -122,9 +122,9 @@ MUTATIONS = {
         setting="sender",
     ),
     "combine-stale-epoch-accepted": Mutation(
-        "combine_recv.cu",
-        "owed.place[lane_id()]), epoch,",
-        "owed.place[lane_id()]), epoch - 1,",
+        "owed.cuh",
+        "owed.place[i]), epoch,",
+        "owed.place[i]), epoch - 1,",
     ),
     "combine-waits-for-all-but-one-row": Mutation(
         "combine_recv.cu", "if (lane_id() < owed.num)\n", "if (lane_id() + 1 < owed.num)\n"

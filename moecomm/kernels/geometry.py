@@ -62,17 +62,23 @@ def image_offset(layout: Layout) -> int:
     )
 
 
+def remote_words(layout: Layout) -> int:
+    """Shared words that remote peers take beside the others, in either dispatch stage."""
+    return 0 if layout.remote is None else 3 * layout.num_ranks + 2
+
+
 def shared_bytes(stage: str, layout: Layout, threads: int) -> int:
     """Dynamic shared memory of one block."""
     structs = SMEM_STRUCT_BYTES * (threads // 32)  # one a warp
     if stage == "dispatch_send":
         fixed = image_offset(layout)
         if not layout.lines:
-            return fixed
+            return fixed + 4 * remote_words(layout)
         body = layout.record_image_bytes - layout.meta_bytes
         return fixed + body + layout.max_destinations * layout.meta_bytes
     if stage == "dispatch_recv":
         tables = (layout.num_groups + 2) * (layout.max_local_experts + 2)
+        tables += remote_words(layout)
         return structs + 4 * tables
     return structs
 

@@ -9,6 +9,7 @@ from moecomm import dtypes
 from moecomm.config import MoeConfig
 from moecomm.kernels.geometry import EMULATOR, SMEM_STRUCT_BYTES, gpu_block
 from moecomm.layout import Layout
+from moecomm.remote import Remote
 
 STAGES: Final = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release")
 CAST_INPUTS: Final = ("bfloat16", "float16", "float32")
@@ -43,13 +44,14 @@ def gpu_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int | 
     """Everything is a literal: a GPU kernel is compiled for its very problem."""
     block = gpu_block(layout)
     shape = {"BLOCK_THREADS": block.threads, "SM_BLOCKS": block.per_sm}
-    return {**layout.defines(), **shape, **dtype_defines(layout, stage, input_code)}
+    remote = {"HAS_REMOTE": layout.constants["REMOTE"]}
+    return {**layout.defines(), **shape, **remote, **dtype_defines(layout, stage, input_code)}
 
 
 def emulator_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int | str]:
     """Numbers come from a table at run time: one compile a dtype serves every problem."""
     table = {name: f"(emu::config()[{i}])" for i, name in enumerate(layout.constants)}
-    shape = {"BLOCK_THREADS": EMULATOR.threads, "SM_BLOCKS": 1}
+    shape = {"BLOCK_THREADS": EMULATOR.threads, "SM_BLOCKS": 1, "HAS_REMOTE": 1}
     return {**table, **shape, **dtype_defines(layout, stage, input_code)}
 
 
@@ -82,7 +84,7 @@ class Variant:
 
 def variants() -> list[Variant]:
     """Kernels that together take every compile-time branch: dtypes, layouts, both wires, both
-    reductions, a cap, replicas, odd sizes."""
+    reductions, a cap, replicas, odd sizes, remote peers that a host thread serves."""
     base: dict[str, Any] = {"num_experts": 256, "top_k": 8, "hidden": 7168, "max_tokens": 128}
     fp8: dict[str, Any] = {**base, "dispatch_dtype": "float8_e4m3fn", "scale_block": 128}
     cases = {
@@ -119,10 +121,19 @@ def variants() -> list[Variant]:
             64,
         ),
     }
+    proxied = {
+        "bf16 proxied": (MoeConfig(**base, reduce="sender", replicas=2), 16),
+        "fp16 rank proxied": (
+            MoeConfig(**base, dispatch_dtype="float16", layout="rank", max_recv_tokens=512),
+            16,
+        ),
+    }
+    layouts = {label: Layout(cfg, ranks, 0) for label, (cfg, ranks) in cases.items()}
+    for label, (cfg, ranks) in proxied.items():
+        layouts[label] = Layout(cfg, ranks, 0, Remote(mode="proxied"))
     return [
         Variant(label, stage, layout, code)
-        for label, (cfg, ranks) in cases.items()
-        for layout in [Layout(cfg, ranks, 0)]
+        for label, layout in layouts.items()
         for stage in STAGES
-        for code in (input_codes(cfg) if stage == "dispatch_send" else [0])
+        for code in (input_codes(layout.cfg) if stage == "dispatch_send" else [0])
     ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from moecomm.config import MoeConfig
 from moecomm.errors import ConfigError, TransportUnavailable
 from moecomm.group import Group
 from moecomm.layout import Layout
+from moecomm.remote import Remote
 from moecomm.runtime.base import Runtime
 
 
@@ -17,6 +19,13 @@ def choose_kernels(kernels: str) -> str:
             "kernels='numba': this version has no numba kernels yet; use kernels='cuda'"
         )
     return "cuda"
+
+
+def choose_remote(cfg: MoeConfig, group: Group, transport: str) -> Remote | None:
+    """How peers are served that kernels cannot load from and store to; ``None``: there are none.
+
+    Collective, and equal on all ranks."""
+    return None
 
 
 def open_runtime(layout: Layout, group: Group, transport: str, device: str | None) -> Runtime:

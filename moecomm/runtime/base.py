@@ -27,6 +27,14 @@ class Runtime(Protocol):
         """Address of what peers write to."""
 
     @property
+    def remote_flags(self) -> int:
+        """Address of the words that a mover of remote peers' bytes shares; 0: no such peers."""
+
+    @property
+    def remote_bulk(self) -> int:
+        """Address of the areas that it moves bytes from and to; 0: no such peers."""
+
+    @property
     def status_address(self) -> int:
         """Address that kernels write status records to."""
 

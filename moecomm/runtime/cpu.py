@@ -8,7 +8,7 @@ import mmap
 import os
 import resource
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moecomm import env
 from moecomm.agreement import SETUP_S, together
@@ -21,6 +21,9 @@ from moecomm.kernels.emulated import EmulatedKernels
 from moecomm.layout import Layout
 from moecomm.runtime.base import POISON, as_stream
 from moecomm.transport import open_memory
+
+if TYPE_CHECKING:
+    from moecomm.emulator.simulation import RangeKind
 
 
 class HostMemory:
@@ -51,13 +54,14 @@ class CpuRuntime:
         # What one rank may fail in alone comes before what all do together.
         together(group, "load", self._load, max(layout.cfg.timeout_s, SETUP_S))
         self._memory = open_memory(transport, group)
-        self._symmetric = self._memory.allocate(layout.symmetric.nbytes).address
+        self._allocate()
         self._statuses = list((Status * 3).from_address(self._status.address))
         self._connect(group)
         self._register(group.rank)
         if env.flag("POISON"):
             self._poison()
-        self.memory_bytes = layout.symmetric.nbytes + layout.local.nbytes + STATUS_BYTES
+        shared = sum(region.nbytes for region in self._regions)
+        self.memory_bytes = shared + layout.local.nbytes + STATUS_BYTES
 
     @property
     def local(self) -> int:
@@ -66,6 +70,14 @@ class CpuRuntime:
     @property
     def symmetric(self) -> int:
         return self._symmetric
+
+    @property
+    def remote_flags(self) -> int:
+        return self._remote_flags
+
+    @property
+    def remote_bulk(self) -> int:
+        return self._remote_bulk
 
     @property
     def status_address(self) -> int:
@@ -113,33 +125,48 @@ class CpuRuntime:
         self._status = HostMemory(STATUS_BYTES)
         return True
 
+    def _allocate(self) -> None:
+        """What peers write to. Where they are remote, also what a mover works on; with NVSHMEM
+        everything is one part of its heap."""
+        sizes = [arena.nbytes for arena in self._shared_arenas()]
+        one = self._layout.areas is not None and not self._layout.areas.proxied
+        self._regions = [self._memory.allocate(n) for n in ([sum(sizes)] if one else sizes)]
+        starts = [region.address for region in self._regions]
+        if one:
+            starts = [starts[0], starts[0] + sizes[0], starts[0] + sizes[0] + sizes[1]]
+        self._symmetric, self._remote_flags, self._remote_bulk = (*starts, 0, 0)[:3]
+
+    def _shared_arenas(self) -> list[Arena]:
+        areas = self._layout.areas
+        return [self._layout.symmetric, *([areas.flags, areas.bulk] if areas else [])]
+
     def _connect(self, group: Group) -> None:
         peers = (ctypes.c_uint64 * group.size).from_address(
             self.local + self._layout.local["peers"].offset
         )
         for rank in range(group.size):
-            peers[rank] = self._memory.peer_pointer(rank) or 0
+            peers[rank] = self._memory.peer_pointer(rank, self._regions[0]) or 0
 
     def _register(self, rank: int) -> None:
         """Tell the simulation what its checks should watch."""
         if self._simulation is None:
             return
-        for base, arena, kind in (
-            (self.symmetric, self._layout.symmetric, "symmetric"),
-            (self.local, self._layout.local, "local"),
-        ):
+        for base, arena in self._arenas():
+            kind: RangeKind = "local" if arena is self._layout.local else "symmetric"
             for region in arena:
-                watched = kind if region.payload else "input"
+                watched: RangeKind = kind if region.payload else "input"
                 self._simulation.register(
                     rank, base + region.offset, region.nbytes, watched, region.name
                 )
 
     def _poison(self) -> None:
-        for base, arena in (
-            (self.symmetric, self._layout.symmetric),
-            (self.local, self._layout.local),
-        ):
+        for base, arena in self._arenas():
             _fill(base, arena)
+
+    def _arenas(self) -> list[tuple[int, Arena]]:
+        """All memory, with its parts."""
+        shared = [self.symmetric, self.remote_flags, self.remote_bulk]
+        return [(self.local, self._layout.local), *zip(shared, self._shared_arenas(), strict=False)]
 
 
 def _fill(base: int, arena: Arena) -> None:

@@ -61,6 +61,14 @@ class CudaRuntime:
         return self._symmetric
 
     @property
+    def remote_flags(self) -> int:
+        return 0
+
+    @property
+    def remote_bulk(self) -> int:
+        return 0
+
+    @property
     def status_address(self) -> int:
         return self._status.address
 

@@ -101,6 +101,12 @@ EMU_CALLED u32 atomic_inc_acq_rel_gpu(u32* p, u32 wrap)
                        [wrap](u32 old) { return old >= wrap ? 0u : old + 1u; });
 }
 
+EMU_CALLED u32 atomic_add_acq_rel_gpu(u32* p, u32 value)
+{
+    return emu::update(p, emu::Order::acq_rel, emu::Scope::device,
+                       [value](u32 old) { return old + value; });
+}
+
 EMU_CALLED u64 cas_relaxed_sys(u64* p, u64 compare, u64 value)
 {
     emu::before_update(emu::step(), p, 8, emu::Order::relaxed, emu::Scope::system);

@@ -12,8 +12,7 @@ DEVICE bool rows_arrived(const Args& a, const Owed& owed, u32 t, u64 epoch)
 {
     bool ok = true;
     if (lane_id() < owed.num)
-        ok = wait_flag(a, combine_flag(a.symmetric, a, t, owed.place[lane_id()]), epoch,
-                       PHASE_COMBINE_RECV, owed.peer[lane_id()]);
+        ok = owed_arrived(a, owed, t, lane_id(), epoch);
     const bool all = __all_sync(FULL_WARP, ok);
     __syncwarp();  // what one lane acquired holds for all
     return all;
@@ -32,8 +31,7 @@ DEVICE void sum_rows(const Args& a, const Owed& owed, u32 t)
             Chunk y[ROWS_AT_ONCE];
             for (u32 i = 0; i < ROWS_AT_ONCE; ++i)
                 if (first + i < owed.num)
-                    y[i] = to_chunk(
-                        ld_v4((const void*)(combine_row(a.symmetric, a, t, owed.place[first + i]) + c * 16)));
+                    y[i] = to_chunk(ld_v4((const void*)(owed_row(a, owed, t, first + i) + c * 16)));
             for (u32 i = 0; i < ROWS_AT_ONCE; ++i)
                 if (first + i < owed.num) sum.add(owed.weight[first + i], y[i]);
         }

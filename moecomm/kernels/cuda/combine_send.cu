@@ -15,6 +15,19 @@ DEVICE u64 dest_row(const Args& a, const Returned& rec, u32 replica, u32 i)
     return combine_row(base, a, rec.token, rec.place[i]);
 }
 
+// Every replica within reach, then, for those that are not, the staging area.
+#define COPIES (REPLICAS + (REMOTE ? 1 : 0))
+
+// Where copy d of row i goes; 0: there is no such copy.
+DEVICE u64 copy_row(const Args& a, const Returned& rec, u32 d, u32 i)
+{
+#if HAS_REMOTE
+    if (REMOTE && d == REPLICAS) return rec.staged ? staged_row(a, rec.staged - 1 + i) : 0;
+    if (is_remote(a, rec.group * REPLICAS + d)) return 0;
+#endif
+    return dest_row(a, rec, d, i);
+}
+
 // Each row as it is.
 DEVICE void send_rows(const Args& a, const Returned& rec)
 {
@@ -28,9 +41,11 @@ DEVICE void send_rows(const Args& a, const Returned& rec)
                     chunks[n] = Y::load(y, c + n * WARP_SIZE, a.y_aligned);
             UNROLL for (u32 n = 0; n < CHUNKS_AT_ONCE; ++n)
                 if (c + n * WARP_SIZE < Y::num_chunks())
-                    for (u32 d = 0; d < REPLICAS; ++d)
-                        st_v4((void*)(dest_row(a, rec, d, i) + (c + n * WARP_SIZE) * 16),
-                              to_v4(chunks[n]));
+                    for (u32 d = 0; d < COPIES; ++d) {
+                        const u64 to = copy_row(a, rec, d, i);
+                        if (REMOTE && !to) continue;
+                        st_v4((void*)(to + (c + n * WARP_SIZE) * 16), to_v4(chunks[n]));
+                    }
         }
     }
 }
@@ -40,8 +55,50 @@ DEVICE void send_sum(const Args& a, const Returned& rec)
 {
     for (u64 c = lane_id(); c < Row<COMBINE_DTYPE>::num_chunks(); c += WARP_SIZE) {
         const uint4 v = to_v4(weighted_sum(a, rec, c));
-        for (u32 d = 0; d < REPLICAS; ++d) st_v4((void*)(dest_row(a, rec, d, 0) + c * 16), v);
+        for (u32 d = 0; d < COPIES; ++d) {
+            const u64 to = copy_row(a, rec, d, 0);
+            if (REMOTE && !to) continue;
+            st_v4((void*)(to + c * 16), v);
+        }
     }
+}
+
+// One warp sends back what record j is owed.
+DEVICE void return_record(const Args& a, Returned& rec, u32 j, u64 epoch)
+{
+    load_returned(a, rec, j);
+    __syncwarp();
+    if (SENDER_REDUCES)
+        send_sum(a, rec);
+    else
+        send_rows(a, rec);
+    __syncwarp();  // every lane's part of a row comes before its flag
+    const u32 rows = SENDER_REDUCES ? 1 : rec.num;
+    for (u32 i = lane_id(); i < rows * REPLICAS; i += WARP_SIZE) {
+        const u64 base = peer_base(a, rec.group * REPLICAS + i % REPLICAS);
+        if (REMOTE && !base) continue;
+        st_release_sys(combine_flag(base, a, rec.token, rec.place[i / REPLICAS]), epoch);
+    }
+}
+
+// nvshmem: the block's warps return a record each, then all of them put the chunks that are full.
+DEVICE void put_records(const Args& a, Returned* spaces, u32 records, u64 epoch)
+{
+#if HAS_REMOTE
+    Returned& rec = spaces[warp_id()];
+    for (u32 first = blockIdx.x * num_warps(); first < records; first += gridDim.x * num_warps()) {
+        const bool mine = first + warp_id() < records;
+        if (mine) return_record(a, rec, first + warp_id(), epoch);
+        const u32 rows = !mine || !rec.staged ? 0 : SENDER_REDUCES ? 1 : rec.num;
+        const u32 done = completed_rows(a, rec.group, rec.first, rows);
+        if (lane_id() == 0) rec.done = done;
+        __syncthreads();  // all know what is complete, and may read it
+        for (u32 w = 0; w < num_warps(); ++w)
+            for (u32 mask = spaces[w].done; mask; mask &= mask - 1)
+                put_rows(a, spaces[w].group, spaces[w].first + (u32)__ffs(mask) - 1, epoch);
+        __syncthreads();  // nobody still reads the spaces
+    }
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_send(Args a)
@@ -51,24 +108,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_s
     u64 epoch;
     const bool go = begin_combine(a, &epoch);
     acknowledge(a, epoch);
-    if (!__all_sync(FULL_WARP, go)) return;
+    if (!__all_sync(FULL_WARP, go)) return ring_ack(a, epoch);
 
     DYNAMIC_SHARED(Returned, spaces);
     Returned& rec = spaces[warp_id()];
     const u32 records = ld(local_at<u32>(a, LOC_NUM_RECORDS, a.slot));
+    if (REMOTE == 2) return put_records(a, spaces, records, epoch);
     for (u32 j = blockIdx.x * num_warps() + warp_id(); j < records; j += gridDim.x * num_warps()) {
-        load_returned(a, rec, j);
-        __syncwarp();
-        if (SENDER_REDUCES)
-            send_sum(a, rec);
-        else
-            send_rows(a, rec);
-        __syncwarp();  // every lane's part of a row comes before its flag
-        const u32 rows = SENDER_REDUCES ? 1 : rec.num;
-        for (u32 i = lane_id(); i < rows * REPLICAS; i += WARP_SIZE) {
-            const u64 base = peer_base(a, rec.group * REPLICAS + i % REPLICAS);
-            st_release_sys(combine_flag(base, a, rec.token, rec.place[i / REPLICAS]), epoch);
-        }
+        return_record(a, rec, j, epoch);
         __syncwarp();  // nobody still reads this warp's space
     }
+    if (REMOTE == 1) rows_packed(a, epoch);
 }

@@ -59,6 +59,28 @@ DEVICE u64 cas_relaxed_sys(u64* p, u64 compare, u64 value)
     return v;
 }
 
+// ---- counters: device scope, between the blocks of one launch -----------------------------
+DEVICE u32 atomic_add_acq_rel_gpu(u32* p, u32 value)
+{
+    u32 v;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(v)
+                 : "l"(p), "r"(value)
+                 : "memory");
+    return v;
+}
+
+// Adds 1, or begins anew from 0 where it holds `wrap`. What it held before.
+DEVICE u32 atomic_inc_acq_rel_gpu(u32* p, u32 wrap)
+{
+    u32 v;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(v)
+                 : "l"(p), "r"(wrap)
+                 : "memory");
+    return v;
+}
+
 // ---- payload ------------------------------------------------------------------------------
 // Rows are read once: keep them out of L1. Not `ld.global.nc`: a received row was written while
 // this kernel ran, which the non-coherent path does not allow.

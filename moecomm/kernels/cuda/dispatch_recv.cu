@@ -36,15 +36,19 @@ DEVICE void receive_records(const Args& a, const Placement& s, RowPlan& plan, u6
     const u32 total = s.group_start[NUM_GROUPS];
     for (u32 j = receiver_id() * num_warps() + warp_id(); j < total;
          j += num_receivers() * num_warps()) {
-        const u32 group = group_of(s, j);
-        const u32 i = j - s.group_start[group];
+        const u32 source = source_of(s, j);
+        const u32 group = REMOTE ? source / (u32)REPLICAS : source;
+        const u32 i = j - s.source_start[source];
+        const bool remote = is_remote(a, source);
         bool ok = true;
-        if (lane_id() == 0)
-            ok = wait_flag(a, record_flag(a.symmetric, a, group, i), epoch, PHASE_DISPATCH_RECV,
-                           group * (u32)REPLICAS);
+        if (lane_id() == 0 && remote)
+            ok = wait_arrived(a, source, record_channel(i), epoch, epoch, PHASE_DISPATCH_RECV);
+        else if (lane_id() == 0)
+            ok = wait_flag(a, record_flag(a.symmetric, a, source, i), epoch, PHASE_DISPATCH_RECV,
+                           REMOTE ? source : source * (u32)REPLICAS);
         if (!__all_sync(FULL_WARP, ok)) return;
         __syncwarp();  // what lane 0 acquired holds for all
-        const u64 record = record_at(a.symmetric, a, group, i);
+        const u64 record = remote ? landed_record(a, source, i) : record_at(a.symmetric, a, source, i);
         plan_record(a, s, reinterpret_cast<const u32*>(record), j, group, true, plan);
         __syncwarp();
         copy_record(a, plan, record);

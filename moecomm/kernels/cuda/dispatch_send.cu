@@ -63,7 +63,8 @@ DEVICE void send_group(const Args& a, const Counters& s, u32 first, u32 last, u6
     __syncthreads();  // every thread's part of the records comes before their flags
     for (u32 i = threadIdx.x; i < (last - first) * WARP_SIZE; i += blockDim.x) {
         const Plan& plan = s.plans[i / WARP_SIZE];
-        if ((first + i / WARP_SIZE) % REPLICAS == replica && lane_id() < plan.num_dest)
+        if ((first + i / WARP_SIZE) % REPLICAS == replica && lane_id() < plan.num_dest &&
+            (!REMOTE || plan.flag[lane_id()]))
             st_release_sys(plan.flag[lane_id()], epoch);
     }
     // Each plan was read last by the warp of its number: warp 0 may make the next one at once, and
@@ -81,8 +82,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_
     if (blockIdx.x > 0 || gridDim.x == 1) {
         const Share share = token_share(tokens);
         count_tokens(a, s, 0, share.first);
+        if (REMOTE) plan_staging(a, s.remote, share.first, tokens);
         __syncthreads();
-        for (u32 t = share.first; t < share.last; t += PLANS)
-            send_group(a, s, t, min(t + PLANS, share.last), epoch);
+        bool told = false;
+        for (u32 t = share.first; t < share.last; t += PLANS) {
+            const u32 last = min(t + PLANS, share.last);
+            send_group(a, s, t, last, epoch);
+            if (REMOTE == 1) tell_mover(a, s.remote, false, &told, epoch);
+            if (REMOTE == 2) put_packed(a, s.remote, s.plans, t, last - t, epoch);
+        }
+        if (REMOTE == 1) tell_mover(a, s.remote, true, &told, epoch);
     }
 }

@@ -1,13 +1,17 @@
 // What one of our tokens gets back: how many rows, where they land, who owes them, their weights.
 #pragma once
 #include "dtype.cuh"
-#include "protocol.cuh"
+#include "remote_rows.cuh"
 
 struct Owed {  // in shared memory, filled by one warp
     u32 num;               // rows owed
     u32 place[WARP_SIZE];  // [num] ascending
     u32 peer[WARP_SIZE];   // who owes each
     float weight[WARP_SIZE];
+#if HAS_REMOTE
+    u32 landing[WARP_SIZE];  // which row it becomes, of a remote peer
+    u32 channel[WARP_SIZE];  // what it comes with; 0: the peer is within reach
+#endif
 };
 static_assert(sizeof(Owed) <= SMEM_STRUCT_BYTES, "kernels/geometry.py sets aside too little");
 
@@ -58,6 +62,33 @@ DEVICE void load_owed(const Args& a, Owed& all, u32 t)
         all.place[at] = place;
         all.peer[at] = rank;
         all.weight[at] = weight;
+#if HAS_REMOTE
+        if (REMOTE) {
+            const Landing landing = find_landing(a, t, lane, rank);
+            all.landing[at] = landing.row;
+            all.channel[at] = is_remote(a, rank) ? landing.channel : 0;
+        }
+#endif
     }
     if (lane == 0) all.num = __popc(mask);
+}
+
+// Where owed row i of token t lies.
+DEVICE u64 owed_row(const Args& a, const Owed& owed, u32 t, u32 i)
+{
+#if HAS_REMOTE
+    if (REMOTE && owed.channel[i]) return landed_row(a, owed.landing[i]);
+#endif
+    return combine_row(a.symmetric, a, t, owed.place[i]);
+}
+
+// One thread: it is there.
+DEVICE bool owed_arrived(const Args& a, const Owed& owed, u32 t, u32 i, u64 epoch)
+{
+#if HAS_REMOTE
+    if (REMOTE && owed.channel[i])
+        return wait_arrived(a, owed.peer[i], owed.channel[i], epoch, epoch, PHASE_COMBINE_RECV);
+#endif
+    return wait_flag(a, combine_flag(a.symmetric, a, t, owed.place[i]), epoch, PHASE_COMBINE_RECV,
+                     owed.peer[i]);
 }

@@ -1,7 +1,7 @@
 // Placement at the receiver: where each source group's rows of each local expert go.
 #pragma once
 #include "dtype.cuh"
-#include "protocol.cuh"
+#include "remote_rows.cuh"
 
 struct Placement {
     u32* base;          // [G][num_local] first row of (group, expert) within the expert
@@ -9,6 +9,8 @@ struct Placement {
     u32* expert_rows;   // [num_local + 1] grouped: first row of each expert
     u32* group_start;   // [G + 1] records of earlier groups
     u32* scratch;       // one word
+    u32* source_start;  // [NUM_SOURCES + 1] records of earlier sources
+    u32* group_rows;    // remote peers: [G + 1] rows that go back to earlier groups
 };
 
 DEVICE Placement placement_at(const Args& a, u32* words)
@@ -19,6 +21,8 @@ DEVICE Placement placement_at(const Args& a, u32* words)
     s.expert_rows = s.expert_total + a.num_local;
     s.group_start = s.expert_rows + a.num_local + 1;
     s.scratch = s.group_start + NUM_GROUPS + 1;
+    s.group_rows = s.scratch + 1;
+    s.source_start = REMOTE && REPLICAS > 1 ? s.group_rows + NUM_GROUPS + 1 : s.group_start;
     return s;
 }
 
@@ -26,10 +30,14 @@ DEVICE Placement placement_at(const Args& a, u32* words)
 // Where rows go follows from all words of all heads; but in the rank layout only block 0, which
 // reports counts, needs more than the first. With a cap every block looks for an overflow in all of
 // them: words are not ordered among each other.
-DEVICE bool needs_counts() { return LAYOUT != LAYOUT_RANK || CAPPED || blockIdx.x == 0; }
+DEVICE bool needs_counts()
+{
+    return LAYOUT != LAYOUT_RANK || CAPPED || blockIdx.x == 0 || (REMOTE && REPLICAS > 1);
+}
 
 DEVICE bool wait_word(const Args& a, u64 source, u64 word, u64 epoch, u64* found)
 {
+    if (is_remote(a, source)) return wait_remote_head(a, source, word, epoch, found);
     return wait_for(a, head_words(a.symmetric, a, source) + word, CountArrived{epoch}, epoch, epoch,
                     PHASE_DISPATCH_RECV, (u32)source, found);
 }
@@ -44,6 +52,7 @@ DEVICE bool words_arrived(const Args& a, const Placement& s, u64 first, u64 last
         const u64 source = i / (last - first), word = first + i % (last - first);
         u64 found;
         ok = wait_word(a, source, word, epoch, &found);
+        if (REMOTE && REPLICAS > 1 && word == HEAD_SHARE) s.source_start[source] = count_value(found);
         if (source % REPLICAS) continue;
         const u64 group = source / REPLICAS;
         if (word == 0)
@@ -77,6 +86,7 @@ DEVICE void add_up(const Args& a, const Placement& s)
             s.expert_total[e] = s.expert_rows[e] = rows;
         }
     if (warp_id() == 0) warp_exclusive_scan(s.group_start, NUM_GROUPS, 1);
+    if (REMOTE && REPLICAS > 1 && warp_id() == 0) warp_exclusive_scan(s.source_start, NUM_RANKS, 1);
     __syncthreads();
     if (LAYOUT != LAYOUT_GROUPED) return;
     if (warp_id() == 0) warp_exclusive_scan(s.expert_rows, a.num_local, ALIGNMENT);
@@ -87,6 +97,7 @@ DEVICE void add_up(const Args& a, const Placement& s)
 // What group g said in word `word` of its head.
 DEVICE u32 head_count(const Args& a, u64 group, u64 word)
 {
+    if (is_remote(a, group * REPLICAS)) return count_value(ld(in_head(a, group * REPLICAS) + word));
     return count_value(ld_relaxed_sys(head_words(a.symmetric, a, group * REPLICAS) + word));
 }
 
@@ -153,6 +164,7 @@ DEVICE void count_groups(const Args& a, const Placement& s)
         const u32 records = s.group_start[g + 1] - s.group_start[g];
         const u32 rows = ROWS_PER_RANK ? records : rows_of_group(a, s, g);
         if (lane_id() > 0) continue;
+        if (REMOTE) s.group_rows[g] = rows;
         atomicAdd(local_at<u64>(a, LOC_STAT_RECV, g), (u64)records);
         atomicAdd(local_at<u64>(a, LOC_STAT_ROWS, g), (u64)rows);
     }
@@ -237,6 +249,21 @@ DEVICE u32 group_of(const Placement& s, u32 record)
     return low;
 }
 
+// Record j comes from a group, or with remote peers from a rank.
+DEVICE u32 source_of(const Placement& s, u32 record)
+{
+    if (!REMOTE || REPLICAS == 1) return group_of(s, record);
+    u32 low = 0, high = (u32)NUM_RANKS - 1;
+    while (low < high) {
+        const u32 middle = (low + high + 1) / 2;
+        if (s.source_start[middle] <= record)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
 // Where one record goes; in shared memory, filled by one warp.
 struct RowPlan {
     u32 num;              // rows of recv.x that get a copy
@@ -252,6 +279,7 @@ DEVICE void plan_record(const Args& a, const Placement& s, const u32* meta, u32 
     const u32 expert = k < TOP_K ? ld(meta + META_EXPERT + k) : NO_EXPERT;
     const bool wanted = LAYOUT == LAYOUT_RANK ? k == 0 : expert != NO_EXPERT;
     u32 row = j;  // rank layout
+    if (REMOTE && LAYOUT == LAYOUT_RANK) row = s.group_start[group] + ld(meta + META_ROW);
     if (LAYOUT != LAYOUT_RANK && wanted)
         row = first_row(a, s, expert) + s.base[group * a.num_local + expert] +
               ld(meta + META_INDEX + k);
@@ -268,7 +296,7 @@ DEVICE void plan_record(const Args& a, const Placement& s, const u32* meta, u32 
     st(local_at<u32>(a, LOC_ROW_OF, kept * TOP_K + k), row);
     const float weight = __uint_as_float(ld(meta + META_WEIGHT + k));
     if (LAYOUT == LAYOUT_RANK) {
-        const u64 at = (a.slot * SLOT_ROWS + j) * TOP_K + k;
+        const u64 at = (a.slot * SLOT_ROWS + row) * TOP_K + k;
         st(local_at<u32>(a, LOC_ROW_EXPERT, at), expert);
         st(local_at<float>(a, LOC_ROW_WEIGHT, at), weight);
     } else if (wanted) {
@@ -294,6 +322,10 @@ DEVICE bool place_rows(const Args& a, const Placement& s, u64 epoch)
     if (CAPPED && overflows(a, s, epoch)) return false;
     add_up(a, s);
     if (blockIdx.x == 0) write_counts(a, s);
+    if (REMOTE && blockIdx.x == 0) {
+        __syncthreads();  // the rows of every group are counted
+        plan_returns(a, s.group_rows);
+    }
     if (LAYOUT == LAYOUT_GROUPED) write_pads(a, s);
     return blockIdx.x > 0 || gridDim.x == 1;
 }

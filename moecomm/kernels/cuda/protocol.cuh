@@ -54,6 +54,8 @@ struct Args {
     u64 out_stride;
     u64 out_aligned;
     u64 accumulate;
+    u64 remote_flags;  // words shared with the mover of remote peers' bytes, or 0
+    u64 remote_bulk;   // staging and landing areas, or 0
 };
 
 // What the host reads after a launch: [0] what broke the communicator, [1] a bad value, [2] an
@@ -102,19 +104,20 @@ DEVICE u64* head_words(u64 base, const Args& a, u64 source)
     return reinterpret_cast<u64*>(base + SYM_HEAD) + (a.slot * NUM_RANKS + source) * HEAD_WORDS;
 }
 
-DEVICE u64 record_number(const Args& a, u64 group, u64 i)
+// A source of records is a group, or with remote peers a rank (layout.py: num_sources).
+DEVICE u64 record_number(const Args& a, u64 source, u64 i)
 {
-    return (a.slot * NUM_GROUPS + group) * MAX_TOKENS + i;
+    return (a.slot * NUM_SOURCES + source) * SOURCE_TOKENS + i;
 }
 
-DEVICE u64* record_flag(u64 base, const Args& a, u64 group, u64 i)
+DEVICE u64* record_flag(u64 base, const Args& a, u64 source, u64 i)
 {
-    return reinterpret_cast<u64*>(base + SYM_RECORD_FLAG) + record_number(a, group, i);
+    return reinterpret_cast<u64*>(base + SYM_RECORD_FLAG) + record_number(a, source, i);
 }
 
-DEVICE u64 record_at(u64 base, const Args& a, u64 group, u64 i)
+DEVICE u64 record_at(u64 base, const Args& a, u64 source, u64 i)
 {
-    return base + SYM_RECORD + record_number(a, group, i) * RECORD_BYTES;
+    return base + SYM_RECORD + record_number(a, source, i) * RECORD_BYTES;
 }
 
 DEVICE u64 place_number(const Args& a, u64 token, u64 place)
@@ -139,20 +142,28 @@ DEVICE u64 combine_row(u64 base, const Args& a, u64 token, u64 place)
 DEVICE u64* sent_word(const Args& a) { return local_at<u64>(a, LOC_EPOCH, 2 * a.slot); }
 DEVICE u64* read_word(const Args& a) { return local_at<u64>(a, LOC_EPOCH, 2 * a.slot + 1); }
 
+#include "remote.cuh"
+
 // The first stage after dispatch_recv: this rank has read its records of `epoch`. The last warp
 // of block 0 says so; the others go on.
 DEVICE void acknowledge(const Args& a, u64 epoch)
 {
     if (blockIdx.x > 0 || warp_id() != num_warps() - 1) return;
     if (lane_id() == 0) st(read_word(a), epoch);
-    for (u64 r = lane_id(); r < NUM_RANKS; r += WARP_SIZE)
+    for (u64 r = lane_id(); r < NUM_RANKS; r += WARP_SIZE) {
+        if (is_remote(a, r)) {
+            if (REMOTE == 2) put_word(a, r, arrived_word(a, a.rank, CHANNEL_ACK), epoch);
+            continue;
+        }
         st_release_sys(ack_flag(peer_base(a, r), a, a.rank), epoch);
+    }
 }
 
 // ---- meta of one record: u32 words ------------------------------------------------------------
 #define META_TOKEN 0u   // row number at the source
 #define META_PLACE 1u   // where a per-rank combine row goes
 #define META_GROUP 2u   // source group
+#define META_ROW 3u     // remote peers: number of the first row that goes back to the group
 #define META_EXPERT (4u)              // + k: local expert, or NO_EXPERT
 #define META_INDEX (4u + TOP_K)       // + k: place among this group's rows of that expert
 #define META_WEIGHT (4u + 2 * TOP_K)  // + k: float32
@@ -214,8 +225,10 @@ DEVICE void report_timeout(const Args& a, u32 phase, u32 peer, u64 epoch, u64 ex
     Status s = {CODE_TIMEOUT, phase, a.rank, peer, epoch, expected, seen, a.slot};
     report(a, STATUS_FAILURE, s);
     for (u32 r = 0; r < NUM_RANKS; ++r)
-        st_release_sys(reinterpret_cast<u64*>(peer_base(a, r) + SYM_ABORT),
-                       abort_word(phase, (u32)a.rank, peer));
+        if (!is_remote(a, r))
+            st_release_sys(reinterpret_cast<u64*>(peer_base(a, r) + SYM_ABORT),
+                           abort_word(phase, (u32)a.rank, peer));
+    abort_remote(a, abort_word(phase, (u32)a.rank, peer));
 }
 
 DEVICE u64 load_abort(const Args& a)
@@ -271,7 +284,7 @@ DEVICE bool wait_for(const Args& a, const u64* flag, Done done, u64 expected, u6
             return true;
         }
         if (!look) continue;
-        if (aborted(a, load_abort(a), epoch)) return false;
+        if (aborted(a, REMOTE ? hear_abort(a) : load_abort(a), epoch)) return false;
         if (waited > a.timeout_ns) {
             report_timeout(a, phase, peer, epoch, expected, done.seen(word));
             return false;

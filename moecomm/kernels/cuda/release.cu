@@ -9,4 +9,5 @@ extern "C" __global__ void release(Args a)
     u64 epoch;
     begin_combine(a, &epoch);
     acknowledge(a, epoch);
+    ring_ack(a, epoch);
 }

@@ -1,7 +1,7 @@
 // What goes back for one received record: which rows of y, and where each belongs at the source.
 #pragma once
 #include "dtype.cuh"
-#include "protocol.cuh"
+#include "remote_rows.cuh"
 
 struct Returned {  // in shared memory, filled by one warp
     u32 token;
@@ -10,6 +10,11 @@ struct Returned {  // in shared memory, filled by one warp
     u32 place[WARP_SIZE];    // where each goes at the source
     u32 row[WARP_SIZE];      // of y
     float weight[WARP_SIZE];
+#if HAS_REMOTE
+    u32 first;   // number of its first row among those of the group
+    u32 staged;  // where that is packed, plus 1; 0: all replicas are within reach
+    u32 done;    // nvshmem: rows that completed a chunk
+#endif
 };
 static_assert(sizeof(Returned) <= SMEM_STRUCT_BYTES, "kernels/geometry.py sets aside too little");
 
@@ -39,6 +44,13 @@ DEVICE void load_returned(const Args& a, Returned& rec, u32 j)
         rec.token = token;
         rec.group = group;
         rec.num = __popc(mask);
+#if HAS_REMOTE
+        if (REMOTE) {
+            const u32 begin = ld(staged_first(a) + group), end = ld(staged_first(a) + group + 1);
+            rec.first = ld(meta + META_ROW);
+            rec.staged = end > begin ? begin + rec.first + 1 : 0;
+        }
+#endif
     }
 }
 

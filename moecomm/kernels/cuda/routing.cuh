@@ -1,7 +1,7 @@
 // Routing at the source: which ranks a token goes to, which place it takes there, and the numbers
 // that tell every rank what to expect.
 #pragma once
-#include "protocol.cuh"
+#include "remote_wait.cuh"
 
 // What one token does, worked out by warp 0 and used by the whole block.
 struct Plan {
@@ -12,6 +12,10 @@ struct Plan {
     u32 index[WARP_SIZE];   // [k] place among the group's rows of that expert
     float weight[WARP_SIZE];
     u32 num_dest;
+#if HAS_REMOTE
+    u32 row[WARP_SIZE];     // [num_dest] number of the first row that comes back from there
+    u32 done;               // nvshmem: destinations for which the record completed a chunk
+#endif
 };
 #define PLANS 4u
 static_assert(sizeof(Plan) <= SMEM_STRUCT_BYTES, "kernels/geometry.py sets aside too little");
@@ -21,6 +25,7 @@ struct Counters {
     u32* expert_count;  // [NUM_EXPERTS] tokens seen so far that name it
     u32* rank_count;    // [NUM_RANKS]
     Plan* plans;        // [PLANS] of the tokens in hand
+    RemoteCounts remote;
 };
 
 DEVICE u32 counters_bytes()
@@ -35,6 +40,7 @@ DEVICE Counters counters_at(u32* words)
     s.peer = reinterpret_cast<u64*>(s.plans + PLANS);
     s.expert_count = reinterpret_cast<u32*>(s.peer + NUM_RANKS);
     s.rank_count = s.expert_count + NUM_EXPERTS;
+    s.remote = remote_counts_at(s.rank_count + NUM_RANKS);
     return s;
 }
 
@@ -69,7 +75,8 @@ DEVICE bool is_first(u32 mask) { return __ffs(mask) - 1 == (i32)lane_id(); }
 
 DEVICE void clear_counts(const Counters& s)
 {
-    for (u32 i = threadIdx.x; i < NUM_EXPERTS + NUM_RANKS; i += blockDim.x) s.expert_count[i] = 0;
+    const u32 words = NUM_EXPERTS + NUM_RANKS + remote_counts_words();
+    for (u32 i = threadIdx.x; i < words; i += blockDim.x) s.expert_count[i] = 0;
 }
 
 #define COUNTS_AT_ONCE 8u  // routing rows that a warp loads before it counts any
@@ -97,6 +104,8 @@ DEVICE void count_tokens(const Args& a, const Counters& s, u32 first, u32 last)
         }
     }
 }
+
+#include "remote_send.cuh"
 
 // The sum of the weights of all slots in `mask` (one expert, named more than once), in slot order.
 DEVICE float summed_weight(float own, u32 mask)
@@ -144,7 +153,14 @@ DEVICE void plan_token(const Args& a, const Counters& s, u32 t, Slot slot, Plan&
     }
     const float weight = summed_weight(slot.weight, twins);
 
-    if (opens_rank) {
+    u32 row = 0;
+    if (REMOTE)
+        row = number_row(a, s.remote, s.rank_count, t, named, rank,
+                         __ballot_sync(FULL_WARP, first), opens_rank);
+    if (opens_rank && REMOTE) {
+        ++s.rank_count[rank];
+        place_remote(a, s.remote, plan, place, rank, s.peer[rank], t, row);
+    } else if (opens_rank) {
         const u32 i = s.rank_count[rank]++;
         const u64 base = s.peer[rank];
         plan.rank[place] = rank;
@@ -171,6 +187,9 @@ DEVICE u32 meta_word(const Args& a, const Plan& plan, u32 t, u32 d, u32 i)
     if (i == META_TOKEN) return t;
     if (i == META_PLACE) return d;
     if (i == META_GROUP) return (u32)(a.rank / REPLICAS);
+#if HAS_REMOTE
+    if (REMOTE && i == META_ROW) return plan.row[d];
+#endif
     if (i < META_EXPERT || i >= META_WEIGHT + TOP_K) return 0;
     const u32 k = (i - META_EXPERT) % TOP_K;
     const u32 expert = plan.expert[k];
@@ -188,6 +207,8 @@ DEVICE u32 head_count(const Counters& s, u32 dest, u32 word)
         const u32 e = word - 1;
         return e < rank_num_experts(dest) ? s.expert_count[rank_first_expert(dest) + e] : 0;
     }
+    if (REMOTE && word == HEAD_ROW_BASE) return s.remote.rows[dest];
+    if (REMOTE && word == HEAD_SHARE) return s.remote.records[dest];
     const u32 i = word - 1 - MAX_LOCAL;
     return LAYOUT == LAYOUT_RANK ? s.rank_count[i] : s.expert_count[i];
 }
@@ -198,6 +219,10 @@ DEVICE void send_heads(const Args& a, const Counters& s, u64 epoch)
         const u32 dest = (u32)(i / HEAD_WORDS), word = (u32)(i % HEAD_WORDS);
         u64* at = head_words(s.peer[dest], a, a.rank) + word;
         const u64 value = count_word(epoch, head_count(s, dest, word));
+        if (REMOTE && s.peer[dest] == 0) {
+            stage_head_word(a, dest, word, value);
+            continue;
+        }
         if (word == 0)
             st_release_sys(at, value);
         else
@@ -235,6 +260,10 @@ DEVICE bool acks_arrived(const Args& a, u64 epoch)
     bool ok = true;
     for (u64 r = threadIdx.x; r < NUM_RANKS && ok; r += blockDim.x) {
         u64 last;
+        if (is_remote(a, r)) {
+            ok = wait_arrived(a, r, CHANNEL_ACK, epoch - 1, epoch, PHASE_DISPATCH_SEND);
+            continue;
+        }
         ok = wait_for(a, ack_flag(a.symmetric, a, r), FlagReached{epoch - 1}, epoch - 1, epoch,
                       PHASE_DISPATCH_SEND, (u32)r, &last);
     }
@@ -251,7 +280,10 @@ DEVICE bool begin_send(const Args& a, const Counters& s, u64* epoch)
     const u64 read = ld(read_word(a));
     const u64 abort = load_abort(a);
     const bool look = threadIdx.x < NUM_RANKS;
-    const u64 ack = look ? ld_acquire_sys(ack_flag(a.symmetric, a, threadIdx.x)) : read;
+    u64 ack = read;
+    if (look)
+        ack = is_remote(a, threadIdx.x) ? known_ack(a, threadIdx.x)
+                                        : ld_acquire_sys(ack_flag(a.symmetric, a, threadIdx.x));
     *epoch = read + 1;
     note_epoch(*epoch);
     const bool well = abort == 0 && ack >= read && NUM_RANKS <= blockDim.x;
@@ -266,9 +298,12 @@ DEVICE bool begin_send(const Args& a, const Counters& s, u64* epoch)
 // afterwards, for a block 0 that also sends.
 DEVICE void announce(const Args& a, const Counters& s, u32 tokens, u64 epoch)
 {
+    if (REMOTE) count_remote(a, 0, tokens, s.remote.records, s.remote.rows);
     count_tokens(a, s, 0, tokens);
     __syncthreads();
+    if (REMOTE) plan_heads(a, s.remote);
     send_heads(a, s, epoch);
+    if (REMOTE) send_staged_heads(a, epoch);
     if (CHECK_VALUES) check_values(a, tokens, epoch);
     if (threadIdx.x == 0) {
         st(local_at<u32>(a, LOC_NUM_TOKENS, a.slot), tokens);

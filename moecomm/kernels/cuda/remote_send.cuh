@@ -1,0 +1,191 @@
+// dispatch_send for remote peers: which record goes where in the staging area, heads, doors.
+#pragma once
+#include "remote_wait.cuh"
+// Behind routing.cuh's own beginning, which includes this file.
+
+#define REMOTE_COUNTS_AT_ONCE 8u  // routing rows that a warp loads before it counts any
+
+// Adds tokens [first, last) to `records` (those of this replica) and, unless 0, to `rows`.
+DEVICE void count_remote(const Args& a, u32 first, u32 last, u32* records, u32* rows)
+{
+    const u32 per_step = WARP_SIZE / TOP_K, stride = num_warps() * per_step;
+    const u32 sub = lane_id() / TOP_K, k = lane_id() % TOP_K;
+    const u32 replica = (u32)(a.rank % REPLICAS);
+    for (u32 t = first + warp_id() * per_step; t < last; t += REMOTE_COUNTS_AT_ONCE * stride) {
+        u32 experts[REMOTE_COUNTS_AT_ONCE];
+        UNROLL for (u32 i = 0; i < REMOTE_COUNTS_AT_ONCE; ++i) {
+            const u32 token = t + i * stride + sub;
+            experts[i] = sub < per_step && token < last ? expert_of(a, token, k) : NO_EXPERT;
+        }
+        UNROLL for (u32 i = 0; i < REMOTE_COUNTS_AT_ONCE; ++i) {
+            if (t + i * stride >= last) break;
+            const bool named = experts[i] != NO_EXPERT;
+            const u32 rank = named ? expert_rank(experts[i]) : 0;
+            const bool row = is_first(same_key(named, sub << 16 | experts[i])) && named;
+            const bool record = is_first(same_key(named, sub << 16 | rank)) && named;
+            if (ROWS_PER_RANK ? record : row)
+                if (rows) atomicAdd(&rows[rank], 1u);
+            if (record && (t + i * stride + sub) % REPLICAS == replica) atomicAdd(&records[rank], 1u);
+        }
+    }
+}
+
+// What block b packs begins at first[rank] + records[rank] of each rank: counts what comes before
+// token `begin`, and everything. Shared words are clear before.
+DEVICE void plan_staging(const Args& a, const RemoteCounts& c, u32 begin, u32 tokens)
+{
+    count_remote(a, 0, begin, c.records, c.rows);
+    count_remote(a, begin, tokens, c.first, nullptr);
+    __syncthreads();
+    for (u32 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x)
+        c.first[r] = is_remote(a, r) ? c.first[r] + c.records[r] : 0;
+    __syncthreads();
+    if (warp_id() == 0) warp_exclusive_scan(c.first, NUM_RANKS, 1);
+}
+
+DEVICE u32 staged_for(const RemoteCounts& c, u32 rank) { return c.first[rank + 1] - c.first[rank]; }
+
+// Warp 0: the number of the row that this lane's expert (receiver reduces) or rank gets back. Kept
+// for combine_recv. `firsts`: lanes whose expert is named for the first time; `opens`: whose rank.
+DEVICE u32 number_row(const Args& a, const RemoteCounts& c, const u32* rank_count, u32 t, bool named,
+                      u32 rank, u32 firsts, bool opens)
+{
+    const u32 lane = lane_id();
+    const u32 mine = firsts & same_key(named, rank);
+    const u32 before = ROWS_PER_RANK ? rank_count[rank] : c.rows[rank];
+    __syncwarp();  // every lane has read what one of them now changes
+    if (opens && !ROWS_PER_RANK) c.rows[rank] = before + __popc(mine);
+    const u32 row = before + (ROWS_PER_RANK ? 0 : __popc(mine & ((1u << lane) - 1)));
+    if (lane < TOP_K)
+        st(local_at<u32>(a, LOC_RETURN_ROW, (a.slot * MAX_TOKENS + t) * TOP_K + lane), row);
+    return row;
+}
+
+// The lane that opens `rank` for token t: where its record goes, at number records[rank] of this
+// replica's. `base`: 0 where it is packed, and has no flag.
+DEVICE void place_remote(const Args& a, const RemoteCounts& c, Plan& plan, u32 place, u32 rank,
+                         u64 base, u32 t, u32 row)
+{
+#if HAS_REMOTE
+    const u32 i = c.records[rank];
+    if (t % REPLICAS == a.rank % REPLICAS) c.records[rank] = i + 1;
+    plan.rank[place] = rank;
+    plan.row[place] = row;
+    plan.record[place] = base ? record_at(base, a, a.rank, i) : staged_record(a, c.first[rank] + i);
+    plan.flag[place] = base ? record_flag(base, a, a.rank, i) : nullptr;
+#endif
+}
+
+// ---- block 0 --------------------------------------------------------------------------------------
+// Everything is counted: `rows` becomes where each rank's rows land here, `first` where the records
+// for each begin.
+DEVICE void plan_heads(const Args& a, const RemoteCounts& c)
+{
+    for (u32 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x)
+        c.first[r] = is_remote(a, r) ? c.records[r] : 0;
+    __syncthreads();
+    if (warp_id() == 0) {
+        warp_exclusive_scan(c.first, NUM_RANKS, 1);
+        warp_exclusive_scan(c.rows, NUM_RANKS, 1);
+    }
+    __syncthreads();
+    for (u32 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x) {
+        st(local_at<u32>(a, LOC_RETURN_BASE, pair_number(a, r)), c.rows[r]);
+        if (REMOTE != 1) continue;
+        st(plan_word(a, r, PLAN_RECORD_FIRST), (u64)c.first[r]);
+        st(plan_word(a, r, PLAN_RECORD_COUNT), (u64)staged_for(c, r));
+    }
+}
+
+DEVICE void stage_head_word(const Args& a, u64 dest, u32 word, u64 value)
+{
+    st(out_head(a, dest) + word, value);
+    if (word == HEAD_SHARE && HEAD_WORDS * 8 < HEAD_BYTES) st(out_head(a, dest) + HEAD_WORDS, 0ull);
+}
+
+// The heads of remote ranks are complete.
+DEVICE void send_staged_heads(const Args& a, u64 epoch)
+{
+    __syncthreads();
+    if (REMOTE == 1 && threadIdx.x == 0) ring(a, DOOR_HEAD, epoch);
+    if (REMOTE != 2) return;
+    for (u32 r = warp_id(); r < NUM_RANKS; r += num_warps())
+        if (is_remote(a, r))
+            put_warp(a, r, (u64)in_head(a, a.rank), (u64)out_head(a, r), HEAD_BYTES,
+                     arrived_word(a, a.rank, CHANNEL_HEAD), epoch);
+}
+
+// ---- proxied: doors ---------------------------------------------------------------------------------
+// Warp 0, once this block has packed some tokens: whether its part of the private records is done.
+DEVICE bool private_done(const Args& a, const RemoteCounts& c)
+{
+    bool done = true;
+    for (u32 r = lane_id(); r < NUM_RANKS; r += WARP_SIZE)
+        if (is_remote(a, r) && c.records[r] < min(staged_for(c, r), (u32)PRIVATE_RECORDS)) done = false;
+    return __all_sync(FULL_WARP, done);
+}
+
+// Warp 0 of each packing block, behind a barrier: tells the mover, once each, of private records
+// and of all. `told`: whether it has spoken of the former.
+DEVICE void tell_mover(const Args& a, const RemoteCounts& c, bool last, bool* told, u64 epoch)
+{
+    if (REMOTE != 1 || warp_id() > 0) return;
+    const u32 parts = gridDim.x > 1 ? gridDim.x - 1 : 1;
+    __syncwarp();
+    if (!*told && (last || private_done(a, c))) {
+        *told = true;
+        if (lane_id() == 0) part_done(a, DOOR_PRIVATE, parts, epoch);
+    }
+    if (last && lane_id() == 0) part_done(a, DOOR_RECORDS, parts, epoch);
+}
+
+// ---- nvshmem: chunks --------------------------------------------------------------------------------
+// Which of the records for `rank` the one at `record` is.
+DEVICE u32 staged_number(const Args& a, const RemoteCounts& c, u32 rank, u64 record)
+{
+    return (u32)((record - staged_record(a, c.first[rank])) / RECORD_BYTES);
+}
+
+// One warp, behind a barrier: the records of `plan` are packed; which chunks do they complete?
+DEVICE void count_chunks(const Args& a, const RemoteCounts& c, Plan& plan)
+{
+#if HAS_REMOTE
+    bool done = false;
+    if (lane_id() < plan.num_dest && !plan.flag[lane_id()]) {
+        const u32 rank = plan.rank[lane_id()];
+        const u32 chunk = staged_number(a, c, rank, plan.record[lane_id()]) / (u32)REMOTE_CHUNK;
+        u32* packed = packed_count(a, rank * RECORD_CHUNKS + chunk);
+        done = atomic_add_acq_rel_gpu(packed, 1) + 1 == chunk_size(chunk, staged_for(c, rank));
+        if (done) st(packed, 0u);  // nobody adds to it any more
+    }
+    const u32 mask = __ballot_sync(FULL_WARP, done);
+    if (lane_id() == 0) plan.done = mask;
+#endif
+}
+
+// The whole block: chunks that `plan` has completed are on their way.
+DEVICE void put_chunks(const Args& a, const RemoteCounts& c, const Plan& plan, u64 epoch)
+{
+#if HAS_REMOTE
+    for (u32 mask = plan.done; mask; mask &= mask - 1) {
+        const u32 d = (u32)__ffs(mask) - 1, rank = plan.rank[d];
+        const u32 chunk = staged_number(a, c, rank, plan.record[d]) / (u32)REMOTE_CHUNK;
+        const u32 first = chunk * (u32)REMOTE_CHUNK;
+        put_block(a, rank, landed_record(a, a.rank, first), staged_record(a, c.first[rank] + first),
+                  chunk_size(chunk, staged_for(c, rank)) * RECORD_BYTES,
+                  arrived_word(a, a.rank, CHANNEL_RECORDS + chunk), epoch);
+    }
+#endif
+}
+
+// Behind the barrier after `num` tokens of this block are packed. Whole block.
+DEVICE void put_packed(const Args& a, const RemoteCounts& c, Plan* plans, u32 first, u32 num, u64 epoch)
+{
+    const u32 replica = (u32)(a.rank % REPLICAS);
+    for (u32 i = warp_id(); i < num; i += num_warps())
+        if ((first + i) % REPLICAS == replica) count_chunks(a, c, plans[i]);
+    __syncthreads();  // all know what is complete, and may read it
+    for (u32 i = 0; i < num; ++i)
+        if ((first + i) % REPLICAS == replica) put_chunks(a, c, plans[i], epoch);
+    __syncthreads();  // nobody still reads the plans
+}

@@ -1,0 +1,137 @@
+"""Ranks that pretend not to reach each other, and movers that bring their bytes across."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from emulator_programs import program
+
+import moecomm as mc
+from moecomm import comm, runtime
+from moecomm.emulator.faults import Faults
+from moecomm.emulator.simulation import Simulation
+from moecomm.remote import DOOR_WORDS, PLAN_WORDS, Remote
+from moecomm.runtime import cpu
+
+FLAGS = ("abort_out", "abort_in", "door", "plan", "arrived")
+BULK = ("out_head", "in_head", "out_record", "in_record", "out_row", "in_row")
+
+
+class World:
+    """What ranks and movers of one simulation know of each other. ``nodes[rank]``: ranks of the
+    same node reach each other."""
+
+    def __init__(self, remote: Remote, nodes: Sequence[int]) -> None:
+        self.remote = remote
+        self.nodes = nodes
+        self.stop = (ctypes.c_uint64 * 1)()
+        self.running = len(nodes)
+        self.runtimes: dict[int, RemoteRuntime] = {}
+        self.memory: list[Any] = []
+
+    def is_remote(self, rank: int, peer: int) -> bool:
+        return self.nodes[rank] != self.nodes[peer]
+
+
+class RemoteRuntime(cpu.CpuRuntime):
+    """Leaves out pointers to peers on other nodes."""
+
+    world: World
+
+    def _connect(self, group: mc.Group) -> None:
+        super()._connect(group)
+        layout, local = self._layout, self.local
+        peers = (ctypes.c_uint64 * group.size).from_address(local + layout.local["peers"].offset)
+        base = local + layout.local["remote_base"].offset
+        bases = (ctypes.c_uint64 * group.size).from_address(base)
+        for rank in range(group.size):
+            bases[rank] = peers[rank]
+            if self.world.is_remote(group.rank, rank):
+                peers[rank] = 0
+        self.world.runtimes[group.rank] = self
+        # Movers look at the words of ranks that have closed.
+        self.world.memory.append([self._memory.buffer(region) for region in self._regions])
+
+
+def pretend(monkeypatch: Any, world: World) -> None:
+    """From now on, communicators on the CPU are those of ``world``."""
+
+    class Runtime(RemoteRuntime):
+        pass
+
+    Runtime.world = world
+    monkeypatch.setattr(cpu, "CpuRuntime", Runtime)
+    monkeypatch.setattr(runtime, "choose_remote", lambda *_: world.remote)
+    assert comm.runtime is runtime
+
+
+def simulate_remote(
+    world: World,
+    fn: Callable[..., Any],
+    *args: Any,
+    seed: int = 0,
+    checks: Any = "strict",
+    faults: Faults | None = None,
+) -> list[Any]:
+    """``fn(group, *args)`` on every rank; with ``proxied``, a mover beside each."""
+    num_ranks = len(world.nodes)
+    proxied = world.remote.mode == "proxied"
+    world.stop[0], world.running = 0, num_ranks
+    world.runtimes.clear()
+    simulation = Simulation(
+        num_ranks * (2 if proxied else 1), seed=seed, checks=checks, faults=faults
+    )
+
+    def call(number: int) -> Any:
+        if number >= num_ranks:
+            return move(world, simulation, number - num_ranks)
+        store = simulation.store(number)
+        try:
+            with mc.Group(number, num_ranks, store, simulation=simulation) as group:
+                return fn(group, *args)
+        finally:
+            world.running -= 1
+            if world.running == 0:
+                world.stop[0] = 1
+
+    return simulation.run(call)[:num_ranks]
+
+
+def announce(world: World, group: mc.Group) -> None:
+    """Called by a rank once its communicator is there: its mover may start."""
+    if world.remote.mode == "proxied":
+        group.simulation.store(group.rank).set(f"mover {group.rank}", b"go")
+
+
+def move(world: World, simulation: Simulation, rank: int) -> None:
+    num_ranks = len(world.nodes)
+    for other in range(num_ranks):
+        simulation.store(num_ranks + rank).get(f"mover {other}", 1e6)
+    simulation.launch(
+        num_ranks + rank, program("mover"), table(world), "mover", words(world, rank), num_ranks, 32
+    )
+
+
+def table(world: World) -> list[int]:
+    areas = world.runtimes[0]._layout.areas
+    assert areas is not None
+    return [
+        areas.num_ranks, areas.slots, areas.private_records, DOOR_WORDS, PLAN_WORDS,
+        areas.channels, areas.head_bytes, areas.record_bytes, areas.row_bytes,
+        areas.staged_records, areas.source_records, areas.staged_rows, areas.landing_rows,
+        *(areas.flags[name].offset for name in FLAGS),
+        *(areas.bulk[name].offset for name in BULK),
+    ]  # fmt: skip
+
+
+def words(world: World, rank: int) -> bytes:
+    num_ranks = len(world.nodes)
+    remote = sum(1 << peer for peer in range(num_ranks) if world.is_remote(rank, peer))
+    runs = [world.runtimes[r] for r in range(num_ranks)]
+    pad = [0] * (16 - num_ranks)
+    flags, bulk = [r.remote_flags for r in runs], [r.remote_bulk for r in runs]
+    values = [rank, ctypes.addressof(world.stop), remote, *flags, *pad, *bulk, *pad]
+    return struct.pack(f"{len(values)}Q", *values)
