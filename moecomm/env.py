@@ -63,6 +63,26 @@ VARIABLES: Final = (
         "which of its machine's ranks this process is: device='cuda' is that GPU",
     ),
     Variable(
+        "FABRIC",
+        "auto: efa where there is an EFA device, else tcp",
+        "network of transport='efa': auto, efa, efa-direct, tcp, shm or verbs (libfabric's)",
+    ),
+    Variable(
+        "FABRIC_ADDRESS",
+        "127.0.0.1",
+        "this machine's IP address that fabric tcp binds to; needed between machines",
+    ),
+    Variable(
+        "NICS",
+        "all EFA devices near the GPU; 1 with fabrics that stand in for efa",
+        "network interfaces that a rank uses",
+    ),
+    Variable(
+        "LIBFABRIC",
+        "AWS's, the mpich wheel's or the system's, whichever has the fabric",
+        "path of the libfabric.so.1 to load",
+    ),
+    Variable(
         "STORE",
         "MASTER_ADDR:MASTER_PORT of the launcher",
         "host:port where the ranks of Group.from_env meet; IPv6 as [::1]:29500",

@@ -14,7 +14,7 @@ from moecomm import env
 from moecomm.agreement import SETUP_S, together
 from moecomm.arena import Arena
 from moecomm.arrays import Device, Kind
-from moecomm.errors import OutOfMemory
+from moecomm.errors import OutOfMemory, TransportUnavailable
 from moecomm.group import Group
 from moecomm.kernels.args import STATUS_BYTES, ArgBlock, Status
 from moecomm.kernels.emulated import EmulatedKernels
@@ -56,7 +56,7 @@ class CpuRuntime:
         self._memory = open_memory(transport, group)
         self._allocate()
         self._statuses = list((Status * 3).from_address(self._status.address))
-        self._connect(group)
+        self._connect(group, transport)
         self._register(group.rank)
         if env.flag("POISON"):
             self._poison()
@@ -140,12 +140,19 @@ class CpuRuntime:
         areas = self._layout.areas
         return [self._layout.symmetric, *([areas.flags, areas.bulk] if areas else [])]
 
-    def _connect(self, group: Group) -> None:
+    def _connect(self, group: Group, transport: str) -> None:
         peers = (ctypes.c_uint64 * group.size).from_address(
             self.local + self._layout.local["peers"].offset
         )
         for rank in range(group.size):
-            peers[rank] = self._memory.peer_pointer(rank, self._regions[0]) or 0
+            pointer = self._memory.peer_pointer(rank, self._regions[0])
+            if pointer is None and self._layout.areas is None:  # on all ranks alike
+                self._memory.close()
+                raise TransportUnavailable(
+                    f"transport={transport!r} moves bytes by a thread of the host; these "
+                    "kernels write to peers themselves: use 'loopback' on the CPU"
+                )
+            peers[rank] = pointer or 0
 
     def _register(self, rank: int) -> None:
         """Tell the simulation what its checks should watch."""

@@ -25,7 +25,7 @@ TRANSPORTS: Final[dict[str, str | None]] = {
     "nvlink": "moecomm.transport.nvlink",
     "nvshmem": None,
     "verbs": None,
-    "efa": None,
+    "efa": "moecomm.transport.efa",
 }
 # The same for memory on GPUs: open_memory(group, index).
 _ON_GPUS: Final = {

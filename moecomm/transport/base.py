@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
-from moecomm.errors import ConfigError, StateError
+from moecomm.errors import ConfigError, StateError, TransportError
 
 MAX_IMM: Final = (1 << 32) - 1
 
@@ -99,6 +99,32 @@ class PeerGroup:
     ranks: tuple[int, ...]
 
 
+class Operation:
+    """What was queued by one call, and what became of it.
+
+    ``sent`` is called once, when all of it is done and nothing has failed.
+    """
+
+    __slots__ = ("_left", "_sent", "error")
+
+    def __init__(self, pieces: int = 1, sent: Callable[[], None] | None = None) -> None:
+        self._left = pieces
+        self._sent = sent
+        self.error: TransportError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, well or with ``error``: sources may change from now on."""
+        return self._left == 0
+
+    def piece_done(self, error: TransportError | None = None) -> None:
+        """For transports: one of its pieces is over."""
+        self._left -= 1
+        self.error = self.error or error
+        if self._left == 0 and self.error is None and self._sent is not None:
+            self._sent()
+
+
 @runtime_checkable
 class Memory(Protocol):
     """Symmetric memory of a group's ranks."""
@@ -145,7 +171,7 @@ class Transfer(Memory, Protocol):
         dst: RemoteRegion,
         imm: int | None = None,
         sent: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> Operation:
         """Queue a write; ``src`` must stay as it is until ``sent`` is called from ``progress``.
 
         With ``imm`` (0 to 2³² − 1) the receiver counts it when the payload is there.
@@ -158,11 +184,11 @@ class Transfer(Memory, Protocol):
         slices: Sequence[Write],
         imm: int | None = None,
         sent: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> Operation:
         """One write per rank of ``group``, in its order; ``sent`` comes once, after all."""
         ...
 
-    def barrier(self, group: PeerGroup, imm: int) -> None:
+    def barrier(self, group: PeerGroup, imm: int) -> Operation:
         """Tell every rank of ``group`` that this rank is here: a write of nothing, with ``imm``.
         Waiting is each rank's own business: ``expect(imm, len(group.ranks), ...)``."""
         ...
@@ -179,7 +205,8 @@ class Transfer(Memory, Protocol):
         """Post, deliver and count what can be; never blocks. How much happened; 0: nothing.
 
         Raises:
-            TransportError: a write failed; ``peer`` is whom it was for. The others go on.
+            TransportError: a write failed; ``peer`` is whom it was for. The others go on. The
+                write's ``Operation`` has the same error.
         """
         ...
 

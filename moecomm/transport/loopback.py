@@ -16,7 +16,14 @@ from dataclasses import dataclass
 
 from moecomm.errors import ConfigError, TransportError
 from moecomm.group import DEFAULT_TIMEOUT_S, Group
-from moecomm.transport.base import PeerGroup, Region, RemoteRegion, Write, check_imm
+from moecomm.transport.base import (
+    Operation,
+    PeerGroup,
+    Region,
+    RemoteRegion,
+    Write,
+    check_imm,
+)
 from moecomm.transport.counters import ArrivalCounter
 from moecomm.transport.faults import Faults
 from moecomm.transport.loopback_memory import LoopbackMemory
@@ -36,13 +43,14 @@ class _Posted:
 
     write: Write
     imm: int | None
-    sent: Callable[[], None] | None
+    operation: Operation
     message_id: int = 0
     due: float = 0.0
     give_up: float = 0.0
     lost: bool = False
     landed: bool = False  # the payload is there, the immediate not yet
     copies: int = 1  # of the immediate that are still to be delivered
+    error: TransportError | None = None
 
 
 class LoopbackTransfer(LoopbackMemory):
@@ -74,6 +82,7 @@ class LoopbackTransfer(LoopbackMemory):
         self._counter = ArrivalCounter()
         self._waiting: deque[_Posted] = deque()
         self._flying: list[_Posted] = []
+        self._empty: deque[Operation] = deque()  # of no writes: done with the next progress
         self._errors: deque[TransportError] = deque()
         self.most_in_flight = 0  # never above faults.queue_depth; tests check it
 
@@ -104,9 +113,9 @@ class LoopbackTransfer(LoopbackMemory):
         dst: RemoteRegion,
         imm: int | None = None,
         sent: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> Operation:
         """See ``Transfer.write``."""
-        self._submit([Write(src, dst)], imm, sent)
+        return self._submit([Write(src, dst)], imm, sent)
 
     def scatter(
         self,
@@ -114,18 +123,18 @@ class LoopbackTransfer(LoopbackMemory):
         slices: Sequence[Write],
         imm: int | None = None,
         sent: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> Operation:
         """See ``Transfer.scatter``."""
         ranks = tuple(s.dst.rank for s in slices)
         if ranks != group.ranks:
             raise ConfigError(f"slices: are for ranks {ranks}, must be for {group.ranks}")
-        self._submit(slices, imm, sent)
+        return self._submit(slices, imm, sent)
 
-    def barrier(self, group: PeerGroup, imm: int) -> None:
+    def barrier(self, group: PeerGroup, imm: int) -> Operation:
         """See ``Transfer.barrier``."""
         check_imm(imm)
         nothing = Region(0, 0)
-        self._submit([Write(nothing, RemoteRegion(r, 0, 0)) for r in group.ranks], imm, None)
+        return self._submit([Write(nothing, RemoteRegion(r, 0, 0)) for r in group.ranks], imm, None)
 
     def expect(self, imm: int, count: int, notify: Callable[[], None]) -> None:
         """See ``Transfer.expect``."""
@@ -136,6 +145,8 @@ class LoopbackTransfer(LoopbackMemory):
     def progress(self) -> int:
         """See ``Transfer.progress``."""
         self._check_usable()
+        while self._empty:
+            self._empty.popleft().piece_done()
         done = self._post() + self._deliver() + self._receive()
         done += self._counter.settle()
         if self._errors:
@@ -151,15 +162,17 @@ class LoopbackTransfer(LoopbackMemory):
 
     def _submit(
         self, writes: Sequence[Write], imm: int | None, sent: Callable[[], None] | None
-    ) -> None:
+    ) -> Operation:
         self._check_usable()
         if imm is not None:
             check_imm(imm)
         for write in writes:
             self._target(write.dst)
-        if sent is not None:
-            sent = _after(len(writes), sent)
-        self._waiting += [_Posted(write, imm, sent) for write in writes]
+        operation = Operation(max(len(writes), 1), sent)
+        if not writes:
+            self._empty.append(operation)
+        self._waiting += [_Posted(write, imm, operation) for write in writes]
+        return operation
 
     def _target(self, dst: RemoteRegion) -> int:
         """Where this process stores to ``dst``; checks it."""
@@ -215,8 +228,7 @@ class LoopbackTransfer(LoopbackMemory):
                 blocked.add(peer)  # the later ones to this peer keep their places
         for posted in finished:
             self._flying.remove(posted)
-            if posted.sent is not None and posted.copies == 0:
-                posted.sent()
+            posted.operation.piece_done(posted.error)
         return len(finished)
 
     def _land(self, posted: _Posted) -> bool:
@@ -240,15 +252,14 @@ class LoopbackTransfer(LoopbackMemory):
 
     def _fail(self, posted: _Posted, why: str) -> None:
         peer = posted.write.dst.rank
-        self._errors.append(
-            TransportError(
-                f"rank {self.rank}: a write of {posted.write.src.nbytes} bytes to rank {peer} "
-                f"failed: {why}",
-                transport="loopback",
-                peer=peer,
-                operation="write",
-            )
+        posted.error = TransportError(
+            f"rank {self.rank}: a write of {posted.write.src.nbytes} bytes to rank {peer} "
+            f"failed: {why}",
+            transport="loopback",
+            peer=peer,
+            operation="write",
         )
+        self._errors.append(posted.error)
 
     def _receive(self) -> int:
         count = 0
@@ -257,16 +268,3 @@ class LoopbackTransfer(LoopbackMemory):
                 self._counter.arrive(imm)
                 count += 1
         return count
-
-
-def _after(count: int, call: Callable[[], None]) -> Callable[[], None]:
-    """``call`` when the result has been called ``count`` times."""
-    left = count
-
-    def one_more() -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            call()
-
-    return one_more

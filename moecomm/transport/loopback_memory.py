@@ -7,16 +7,15 @@ import json
 import logging
 import mmap
 import os
-from typing import Any, Final
+from typing import Any
 
 from moecomm.errors import ConfigError, TransportUnavailable
 from moecomm.group import DEFAULT_TIMEOUT_S, Group
+from moecomm.transport.allocation import agree_on_size, refusal
 from moecomm.transport.base import Region, check_usable
 from moecomm.transport.shared_memory import InProcess, Mapping, Memfd, TempFile, Way
 
 logger = logging.getLogger(__name__)
-
-MAX_BYTES: Final = 1 << 47  # of one address space
 
 
 class LoopbackMemory:
@@ -123,7 +122,7 @@ class LoopbackMemory:
             opened.callback(way.everyone_has_opened)
             mine, message = self._make(way, nbytes)
             told = [json.loads(m) for m in self._exchange(message)]
-            _agree(told)
+            agree_on_size(told)
             if not all("offer" in m for m in told):
                 return None, _first(told, "failed")
             mappings, failed = self._open(way, told, mine)
@@ -134,8 +133,9 @@ class LoopbackMemory:
         return mappings, ""
 
     def _make(self, way: Way, nbytes: int) -> tuple[Mapping | None, dict[str, Any]]:
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or not 0 < nbytes < MAX_BYTES:
-            return None, {"refused": f"nbytes={nbytes!r}: must be an integer from 1 to 2^47"}
+        refused = refusal(nbytes)
+        if refused:
+            return None, {"refused": refused}
         try:
             mapping, offer = way.make(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         except (OSError, ValueError, OverflowError) as error:
@@ -158,19 +158,6 @@ class LoopbackMemory:
 
     def _exchange(self, message: dict[str, Any]) -> list[bytes]:
         return self._group.all_gather(json.dumps(message).encode(), self._timeout_s, "allocate")
-
-
-def _agree(told: list[dict[str, Any]]) -> None:
-    """Raise on every rank what one of them must not do."""
-    for rank, message in enumerate(told):
-        if "refused" in message:
-            raise ConfigError(f"rank {rank}: {message['refused']}")
-    for rank, message in enumerate(told):
-        if message["nbytes"] != told[0]["nbytes"]:
-            raise ConfigError(
-                f"nbytes: rank 0 allocates {told[0]['nbytes']}, rank {rank} {message['nbytes']}; "
-                "must be equal on all ranks"
-            )
 
 
 def _first(messages: list[dict[str, Any]], key: str) -> str:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -21,9 +23,12 @@ import numba
 from numba.core import config
 
 from moecomm.cache import default_cache, key_of
+from moecomm.filelock import exclusive
 
 # A division cannot raise, so that no path leads back into Python.
 _OPTIONS: Final = {"nogil": True, "error_model": "numpy"}
+
+_COMPILE_TIMEOUT_S: Final = 300.0  # of the process that has the turn
 
 inner: Final = numba.njit(**_OPTIONS)  # called from compiled functions alone; compiled with them
 
@@ -51,6 +56,17 @@ def hook(signature: str) -> Callable[[Callable[..., Any]], int]:
 
 
 _alive: Final[list[Any]] = []  # machine code goes with its object; hooks are called by address
+
+
+def load(*modules: str) -> None:
+    """Import modules with hot functions. Processes that find nothing compiled take turns, so that
+    one compiles and the others load: a loop takes some seconds."""
+    if all(module in sys.modules for module in modules):
+        return
+    folder = default_cache().folder(_digest())
+    with exclusive(folder / ".lock", _COMPILE_TIMEOUT_S):
+        for module in modules:
+            importlib.import_module(module)
 
 
 @contextlib.contextmanager

@@ -48,7 +48,9 @@ class Sizing:
         num_peers: the most peers that ``connect`` will be given, this rank included.
         tx_depth: posts in flight that are wished for; a NIC may grant fewer (``Limits``).
         rx_depth: arrivals that must have room; a NIC that has less refuses to open.
-        message_bytes: the longest ``SEND``; 0: there will be none.
+        message_bytes: the longest ``SEND``.
+        num_messages: the most ``SEND`` on their way to this NIC or not yet taken from it, over all
+            peers: so many receives with a buffer are enough. 0: there will be none.
         cuda_device: the GPU whose memory will be registered; ``None``: host memory alone.
     """
 
@@ -56,6 +58,7 @@ class Sizing:
     tx_depth: int
     rx_depth: int
     message_bytes: int
+    num_messages: int
     cuda_device: int | None = None
 
 
@@ -129,9 +132,11 @@ class Nic(Protocol):
         """
         ...
 
-    def register(self, region: Region, *, dmabuf_fd: int | None = None) -> Registration:
-        """Let the NIC read and peers write ``region``: host memory, or memory of
-        ``Sizing.cuda_device`` when it lies there.
+    def register(
+        self, region: Region, *, on_gpu: bool = False, dmabuf_fd: int | None = None
+    ) -> Registration:
+        """Let the NIC read and peers write ``region``: host memory, or with ``on_gpu`` memory of
+        ``Sizing.cuda_device``.
 
         ``dmabuf_fd``: a DMA-BUF of exactly this region, which stays the caller's.
 

@@ -1,0 +1,307 @@
+"""The hot loop: one function that a worker thread runs without the GIL until it is told to stop.
+
+One turn: the program, credit writes, lines of waiting commands, new commands, then *every* NIC is
+polled. The order matters in one way: nothing waits for a queue to drain, because a peer's set-up
+or its queue may depend on any of this rank's NICs being polled (the first write to a peer gives
+EAGAIN until both sides have polled).
+"""
+
+from __future__ import annotations
+
+from moecomm.transport.engine import records as R
+from moecomm.transport.engine import state as S
+from moecomm.transport.engine.arrivals import arrive, expect, forget, piece_done
+from moecomm.transport.engine.credits import grant, serve_credits
+from moecomm.transport.engine.jit import hot, inner
+from moecomm.transport.engine.native import (
+    c_function,
+    cpu_pause,
+    ld8,
+    ld16,
+    ld32,
+    ld64,
+    ld64_acquire,
+    st64,
+    st64_release,
+)
+from moecomm.transport.engine.posting import (
+    admit,
+    channel_at,
+    end_channel,
+    flush,
+    free_slot,
+    lose_posts,
+    nic_at,
+    owe,
+    serve_lines,
+    slot_at,
+    stand_last,
+)
+from moecomm.transport.engine.provider import MAX_BURST
+
+_TICK_NS = 1_000_000
+_STALL_NS = 500_000_000  # a longer pause of this thread is not a peer's fault
+_CHANNELS_PER_TURN = 16
+_COMMANDS_PER_TURN = 64
+_PAUSE_US = 50
+
+_c_poll = c_function("i64", "i64", "i64", "i64")
+_c_program = c_function("i64", "i64")
+_c_yield = c_function("i32")
+_c_usleep = c_function("i32", "u32")
+_c_clock = c_function("i32", "i32", "i64")
+_c_memcpy = c_function("i64", "i64", "i64", "i64")
+
+
+@inner
+def _fault(engine, code, detail, nic):
+    if ld64(engine + S.FAULT) == 0:
+        st64(engine + S.FAULT_DETAIL, detail)
+        st64(engine + S.FAULT_NIC, nic)
+        st64_release(engine + S.FAULT, code)
+
+
+@inner
+def clock_ns(engine):
+    spec = ld64(engine + S.TIMESPEC)
+    _c_clock(ld64(engine + S.CLOCK_GETTIME), 1, spec)  # CLOCK_MONOTONIC
+    return ld64(spec) * 1_000_000_000 + ld64(spec + 8)
+
+
+# ---- Commands -----------------------------------------------------------------------------------
+
+
+@inner
+def _obey(engine, command):
+    kind, op = ld8(command + R.POST_KIND), ld32(command + R.POST_CONTEXT)
+    if kind == S.EXPECT:
+        count = ld64(command + R.POST_NBYTES)
+        if not expect(engine, ld32(command + R.POST_IMM), count, op):
+            _fault(engine, S.NO_MEMORY, 0, 0)
+        return
+    if kind == S.FORGET:
+        forget(engine, ld32(command + R.POST_IMM), op)
+        return
+    peers = ld64(engine + S.NUM_PEERS)
+    index = ld16(command + R.POST_NIC) * peers + ld32(command + R.POST_PEER)
+    channel = channel_at(engine, index)
+    if ld64(channel + S.CH_FIRST) == 0 and admit(engine, index, command):
+        return
+    code = ld64(channel + S.CH_CODE)
+    if code != 0:
+        piece_done(engine, op, S.PEER_FAILED, code, index)
+    else:
+        stand_last(engine, index, command)
+
+
+@inner
+def _has_places(engine):
+    """Whether a command may be taken: a whole batch of each NIC may yet be put back."""
+    return ld64(engine + S.WAITING_COUNT) > MAX_BURST * ld64(engine + S.NUM_NICS)
+
+
+@inner
+def _drain(engine, ring, head_at, tail):
+    """Obey commands of one ring; how many."""
+    mask = ld64(engine + S.RING_SIZE) - 1
+    head = ld64(engine + head_at)
+    count = min(tail - head, _COMMANDS_PER_TURN)
+    taken = 0
+    while taken < count and _has_places(engine):
+        _obey(engine, ring + ((head + taken) & mask) * R.POST_BYTES)
+        taken += 1
+    if taken > 0:
+        st64_release(engine + head_at, head + taken)
+    return taken
+
+
+# ---- Events -------------------------------------------------------------------------------------
+
+
+@inner
+def _completed(engine, nic_index, event, failed):
+    nic, slot = nic_at(engine, nic_index), ld64(event + R.EVENT_CONTEXT)
+    record = slot_at(nic, slot)
+    if slot < 0 or slot >= ld64(nic + S.NIC_TX_DEPTH) or ld32(record + S.SLOT_STATE) == 0:
+        _fault(engine, S.TWICE, slot, nic_index)
+        return
+    kind, index = ld32(record + S.SLOT_STATE), ld32(record + S.SLOT_CHANNEL)
+    channel = channel_at(engine, index)
+    free_slot(nic, slot)
+    st64(channel + S.CH_IN_FLIGHT, ld64(channel + S.CH_IN_FLIGHT) - 1)
+    st64(channel + S.CH_SINCE, ld64(engine + S.NOW))
+    code = detail = 0
+    if failed:
+        code, detail = max(ld64(event + R.EVENT_CODE), 1), ld64(event + R.EVENT_DETAIL)
+    if kind == S.SLOT_USER:
+        piece_done(engine, ld32(record + S.SLOT_OP), code, detail, index)
+    elif kind == S.SLOT_CONTROL:
+        st64(channel + S.CH_BUSY, 0)
+        unsaid = ld64(channel + S.CH_SENT) - ld64(channel + S.CH_ANNOUNCED)
+        if (
+            ld64(channel + S.CH_FIRST) != 0
+            or ld64(channel + S.CH_GRANTED) != ld64(channel + S.CH_TOLD_GRANT)
+            or unsaid >= max(ld64(nic + S.NIC_WINDOW) >> 1, 1)
+        ):
+            owe(engine, index)
+    if failed:
+        end_channel(engine, index, code, detail)
+
+
+@inner
+def _received(engine, nic_index, event):
+    """Copy a message into the ring that Python empties."""
+    tail, size = ld64(engine + S.MESSAGE_TAIL), ld64(engine + S.MESSAGES_SIZE)
+    nbytes, room = ld64(event + R.EVENT_DETAIL), ld64(engine + S.MESSAGE_BYTES)
+    if tail - ld64_acquire(engine + S.MESSAGE_HEAD) >= size or nbytes > room:
+        _fault(engine, S.MESSAGE_OVERRUN, nbytes, nic_index)
+        return
+    entry = ld64(engine + S.MESSAGES) + (tail & (size - 1)) * room
+    _c_memcpy(ld64(engine + S.MEMCPY), entry, ld64(event + R.EVENT_CONTEXT), nbytes)
+    st64_release(engine + S.MESSAGE_TAIL, tail + 1)
+
+
+@inner
+def _poll(engine, nic_index):
+    """Take what a NIC has to tell; how many events."""
+    nic = nic_at(engine, nic_index)
+    events = ld64(nic + S.NIC_EVENTS)
+    count = _c_poll(ld64(nic + S.NIC_POLL), ld64(nic + S.NIC_STATE), events, MAX_BURST)
+    if count < 0:
+        _fault(engine, S.NIC_BROKEN, -count, nic_index)
+        return 0
+    arrivals = 0
+    for n in range(count):
+        event = events + n * R.EVENT_BYTES
+        kind = ld32(event + R.EVENT_KIND)
+        if kind == R.ARRIVED:
+            arrivals += 1
+            if not arrive(engine, ld32(event + R.EVENT_IMM)):
+                _fault(engine, S.NO_MEMORY, 0, nic_index)
+        elif kind == R.RECEIVED:
+            arrivals += 1
+            _received(engine, nic_index, event)
+        else:
+            _completed(engine, nic_index, event, kind == R.FAILED)
+    if arrivals > 0:
+        arrivals += ld64(nic + S.NIC_ARRIVALS)
+        st64(nic + S.NIC_ARRIVALS, arrivals)
+        if arrivals - ld64(nic + S.NIC_SCANNED) > ld64(nic + S.NIC_WINDOW) >> 1:
+            grant(engine, nic_index)
+    return count
+
+
+# ---- Clock --------------------------------------------------------------------------------------
+
+
+@inner
+def _look_for_aborts(engine):
+    if ld64(engine + S.ABORTED_BY) != 0:
+        return
+    for peer in range(ld64(engine + S.NUM_PEERS)):
+        code = ld64_acquire(ld64(engine + S.ABORT_WORDS) + peer * S.ROW_BYTES + S.ROW_ABORT)
+        if code != 0:
+            st64(engine + S.ABORT_CODE, code)
+            st64_release(engine + S.ABORTED_BY, peer + 1)
+            return
+
+
+@inner
+def _look_for_silence(engine, now, stalled):
+    """End channels on which nothing has moved for too long."""
+    limit = ld64(engine + S.TIMEOUT_NS)
+    for index in range(ld64(engine + S.NUM_NICS) * ld64(engine + S.NUM_PEERS)):
+        channel = channel_at(engine, index)
+        if ld64(channel + S.CH_IN_FLIGHT) == 0 and ld64(channel + S.CH_FIRST) == 0:
+            continue
+        since = ld64(channel + S.CH_SINCE) + stalled
+        st64(channel + S.CH_SINCE, since)
+        if now - since > limit:
+            end_channel(engine, index, S.TIMED_OUT, 0)
+            lose_posts(engine, index, S.TIMED_OUT)
+
+
+@inner
+def _tick(engine, now):
+    before = ld64(engine + S.NOW)
+    st64(engine + S.NOW, now)
+    gap = now - ld64(engine + S.LAST_TICK)
+    if gap < _TICK_NS:
+        return
+    st64(engine + S.LAST_TICK, now)
+    stalled = now - before if now - before > _STALL_NS and before != 0 else 0
+    _look_for_silence(engine, now, stalled)
+    _look_for_aborts(engine)
+    for nic in range(ld64(engine + S.NUM_NICS)):
+        grant(engine, nic)
+
+
+@inner
+def _rest(engine):
+    """After a turn in which nothing happened: spin, then give up the processor, then sleep."""
+    idle = ld64(engine + S.IDLE) + 1
+    st64(engine + S.IDLE, idle)
+    if idle & 15 == 0:
+        for nic in range(ld64(engine + S.NUM_NICS)):
+            grant(engine, nic)
+    spin = ld64(engine + S.SPIN_TURNS)
+    if idle <= spin:
+        cpu_pause()
+    elif idle <= spin + ld64(engine + S.YIELD_TURNS):
+        _c_yield(ld64(engine + S.SCHED_YIELD))
+    else:
+        _c_usleep(ld64(engine + S.USLEEP), ld64(engine + S.SLEEP_US))
+
+
+@inner
+def _turn(engine, scratch):
+    """Everything once; how much happened."""
+    nics = ld64(engine + S.NUM_NICS)
+    done = 0
+    for nic in range(nics):
+        st64(nic_at(engine, nic) + S.NIC_FULL, 0)
+    program = ld64(engine + S.PROGRAM)
+    if program != 0:
+        did = _c_program(program, ld64(engine + S.PROGRAM_STATE))
+        if did < 0:
+            _fault(engine, S.PROGRAM_FAILED, -did, 0)
+        done += did
+    done += serve_credits(engine, scratch)
+    done += serve_lines(engine, _CHANNELS_PER_TURN)
+    ring = ld64(engine + S.PROGRAM_RING)
+    done += _drain(engine, ring, S.PROGRAM_HEAD, ld64(engine + S.PROGRAM_TAIL))
+    done += _drain(engine, ld64(engine + S.RING), S.HEAD, ld64_acquire(engine + S.TAIL))
+    for nic in range(nics):
+        flush(engine, nic)
+    for nic in range(nics):
+        done += _poll(engine, nic)
+    return done
+
+
+@hot("int64(int64, int64)")
+def run(engine, scratch):
+    """Run until ``COMMAND`` is ``STOP`` or something ends the engine; what did (``FAULT``).
+
+    ``scratch``: ``POST_BYTES`` of this thread's own.
+    """
+    st64_release(engine + S.PHASE, S.RUNNING)
+    while ld64(engine + S.FAULT) == 0:
+        command = ld64_acquire(engine + S.COMMAND)
+        if command == S.STOP:
+            break
+        if command == S.PAUSE:
+            st64_release(engine + S.PHASE, S.PAUSED)
+            _c_usleep(ld64(engine + S.USLEEP), _PAUSE_US)
+            continue
+        if ld64(engine + S.PHASE) != S.RUNNING:
+            st64_release(engine + S.PHASE, S.RUNNING)
+        turns = ld64(engine + S.TURNS) + 1
+        st64(engine + S.TURNS, turns)
+        if _turn(engine, scratch) > 0:
+            st64(engine + S.IDLE, 0)
+        else:
+            _rest(engine)
+        if turns & 31 == 0 or ld64(engine + S.IDLE) > ld64(engine + S.SPIN_TURNS):
+            _tick(engine, clock_ns(engine))
+    st64_release(engine + S.PHASE, S.ENDED)
+    return ld64(engine + S.FAULT)

@@ -1,0 +1,319 @@
+"""From command to post: slots, credits, batches, and lines of commands that cannot go yet.
+
+Nothing here waits. A command that cannot be posted now (no slot, no credit, a full queue) stands
+in the line of its channel, and other channels go on. Lines are lists in one pool; channels that
+have one are in a queue, each once, and get their turns from its front.
+"""
+
+from __future__ import annotations
+
+from moecomm.transport.engine import records as R
+from moecomm.transport.engine import state as S
+from moecomm.transport.engine.arrivals import piece_done
+from moecomm.transport.engine.jit import inner
+from moecomm.transport.engine.native import (
+    c_function,
+    ld8,
+    ld32,
+    ld64,
+    ld64_acquire,
+    st32,
+    st64,
+)
+from moecomm.transport.engine.provider import MAX_BURST
+
+_c_post = c_function("i64", "i64", "i64", "i64")
+
+
+@inner
+def nic_at(engine, nic):
+    return ld64(engine + S.NICS) + nic * S.NIC_BYTES
+
+
+@inner
+def channel_at(engine, index):
+    return ld64(engine + S.CHANNELS) + index * S.CHANNEL_BYTES
+
+
+@inner
+def copy_post(target, source):
+    for offset in range(0, R.POST_BYTES, 8):
+        st64(target + offset, ld64(source + offset))
+
+
+@inner
+def causes_arrival(post):
+    return ld8(post + R.POST_KIND) == R.SEND or (ld8(post + R.POST_FLAGS) & R.HAS_IMM) != 0
+
+
+@inner
+def owe(engine, index):
+    """Put the channel into the queue for credit writes."""
+    channel = channel_at(engine, index)
+    if ld64(channel + S.CH_OWES) == 0:
+        st64(channel + S.CH_OWES, 1)
+        tail = ld64(engine + S.CONTROL_TAIL)
+        place = tail & (ld64(engine + S.ACTIVE_SIZE) - 1)
+        st32(ld64(engine + S.CONTROL_QUEUE) + place * 4, index)
+        st64(engine + S.CONTROL_TAIL, tail + 1)
+
+
+# ---- Lines of waiting commands ------------------------------------------------------------------
+
+
+@inner
+def _activate(engine, index):
+    channel = channel_at(engine, index)
+    if ld64(channel + S.CH_IS_ACTIVE) == 0:
+        st64(channel + S.CH_IS_ACTIVE, 1)
+        tail = ld64(engine + S.ACTIVE_TAIL)
+        place = tail & (ld64(engine + S.ACTIVE_SIZE) - 1)
+        st32(ld64(engine + S.ACTIVE) + place * 4, index)
+        st64(engine + S.ACTIVE_TAIL, tail + 1)
+
+
+@inner
+def _place(engine, number):
+    """Place ``number`` of the pool, from 1; its link is in POST_SEQUENCE."""
+    return ld64(engine + S.WAITING) + (number - 1) * R.POST_BYTES
+
+
+@inner
+def _take_place(engine):
+    count = ld64(engine + S.WAITING_COUNT) - 1
+    st64(engine + S.WAITING_COUNT, count)
+    return ld32(ld64(engine + S.WAITING_FREE) + count * 4)
+
+
+@inner
+def stand_last(engine, index, command):
+    """Put a command at the end of its channel's line."""
+    channel, number = channel_at(engine, index), _take_place(engine)
+    place = _place(engine, number)
+    copy_post(place, command)
+    st64(place + R.POST_SEQUENCE, 0)
+    if ld64(channel + S.CH_FIRST) == 0:
+        st64(channel + S.CH_FIRST, number)
+        if ld64(channel + S.CH_IN_FLIGHT) == 0:
+            st64(channel + S.CH_SINCE, ld64(engine + S.NOW))
+    else:
+        st64(_place(engine, ld64(channel + S.CH_LAST)) + R.POST_SEQUENCE, number)
+    st64(channel + S.CH_LAST, number)
+    _activate(engine, index)
+
+
+@inner
+def _stand_first(engine, index, command):
+    channel, number = channel_at(engine, index), _take_place(engine)
+    place = _place(engine, number)
+    copy_post(place, command)
+    st64(place + R.POST_SEQUENCE, ld64(channel + S.CH_FIRST))
+    if ld64(channel + S.CH_FIRST) == 0:
+        st64(channel + S.CH_LAST, number)
+    st64(channel + S.CH_FIRST, number)
+    _activate(engine, index)
+
+
+@inner
+def _leave_line(engine, channel):
+    """Remove the first of a line."""
+    number = ld64(channel + S.CH_FIRST)
+    st64(channel + S.CH_FIRST, ld64(_place(engine, number) + R.POST_SEQUENCE))
+    count = ld64(engine + S.WAITING_COUNT)
+    st32(ld64(engine + S.WAITING_FREE) + count * 4, number)
+    st64(engine + S.WAITING_COUNT, count + 1)
+
+
+# ---- Slots --------------------------------------------------------------------------------------
+
+
+@inner
+def slot_at(nic, slot):
+    return ld64(nic + S.NIC_SLOTS) + slot * S.SLOT_BYTES
+
+
+@inner
+def free_slot(nic, slot):
+    """First in, first out: a completion that comes twice then finds its slot free."""
+    st32(slot_at(nic, slot) + S.SLOT_STATE, S.SLOT_FREE)
+    tail = ld64(nic + S.NIC_FREE_TAIL)
+    st32(ld64(nic + S.NIC_FREE) + (tail & (ld64(nic + S.NIC_FREE_SIZE) - 1)) * 4, slot)
+    st64(nic + S.NIC_FREE_TAIL, tail + 1)
+
+
+@inner
+def may_post(nic, channel):
+    """Whether queues have room, as far as the engine counts."""
+    return (
+        ld64(nic + S.NIC_FREE_TAIL) != ld64(nic + S.NIC_FREE_HEAD)
+        and ld64(channel + S.CH_IN_FLIGHT) < ld64(nic + S.NIC_PEER_DEPTH)
+        and ld64(nic + S.NIC_FULL) == 0
+    )
+
+
+@inner
+def add_to_batch(engine, nic, index, post, op, kind):
+    """Give the post a slot and its place in the batch; there is room for both."""
+    head = ld64(nic + S.NIC_FREE_HEAD)
+    st64(nic + S.NIC_FREE_HEAD, head + 1)
+    slot = ld32(ld64(nic + S.NIC_FREE) + (head & (ld64(nic + S.NIC_FREE_SIZE) - 1)) * 4)
+    record = slot_at(nic, slot)
+    st32(record + S.SLOT_STATE, kind)
+    st32(record + S.SLOT_OP, op)
+    st32(record + S.SLOT_CHANNEL, index)
+    channel = channel_at(engine, index)
+    in_flight = ld64(channel + S.CH_IN_FLIGHT)
+    if in_flight == 0 and ld64(channel + S.CH_FIRST) == 0:
+        st64(channel + S.CH_SINCE, ld64(engine + S.NOW))
+    st64(channel + S.CH_IN_FLIGHT, in_flight + 1)
+    count = ld64(nic + S.NIC_BATCH_COUNT)
+    entry = ld64(nic + S.NIC_BATCH) + count * R.POST_BYTES
+    copy_post(entry, post)
+    st32(entry + R.POST_CONTEXT, slot)
+    st64(nic + S.NIC_BATCH_COUNT, count + 1)
+
+
+@inner
+def admit(engine, index, command):
+    """Post the command with the next batch if queues and credits allow; whether they do."""
+    peers = ld64(engine + S.NUM_PEERS)
+    nic, channel = nic_at(engine, index // peers), channel_at(engine, index)
+    if ld64(nic + S.NIC_BATCH_COUNT) >= MAX_BURST:
+        flush(engine, index // peers)
+    if not may_post(nic, channel) or ld64(channel + S.CH_CODE) != 0:
+        return False
+    if causes_arrival(command):
+        sent = ld64(channel + S.CH_SENT)
+        window = ld64(nic + S.NIC_WINDOW)
+        granted = ld64_acquire(ld64(channel + S.CH_ROW) + S.ROW_GRANTED)
+        if sent >= max(granted, window):
+            owe(engine, index)  # tell the peer of all, so that it can grant more
+            return False
+        st64(channel + S.CH_SENT, sent + 1)
+        if sent + 1 - ld64(channel + S.CH_ANNOUNCED) >= max(window >> 1, 1):
+            owe(engine, index)
+    add_to_batch(engine, nic, index, command, ld32(command + R.POST_CONTEXT), S.SLOT_USER)
+    return True
+
+
+@inner
+def serve_lines(engine, limit):
+    """Post from the lines of up to ``limit`` channels; how many commands."""
+    head = ld64(engine + S.ACTIVE_HEAD)
+    waiting = ld64(engine + S.ACTIVE_TAIL) - head
+    moved = 0
+    for turn in range(min(waiting, limit)):
+        place = (head + turn) & (ld64(engine + S.ACTIVE_SIZE) - 1)
+        index = ld32(ld64(engine + S.ACTIVE) + place * 4)
+        st64(engine + S.ACTIVE_HEAD, head + turn + 1)
+        channel = channel_at(engine, index)
+        st64(channel + S.CH_IS_ACTIVE, 0)
+        burst = 0
+        while burst < MAX_BURST and ld64(channel + S.CH_FIRST) != 0:
+            if not admit(engine, index, _place(engine, ld64(channel + S.CH_FIRST))):
+                break
+            _leave_line(engine, channel)
+            burst += 1
+        if ld64(channel + S.CH_FIRST) != 0:
+            _activate(engine, index)
+        moved += burst
+    return moved
+
+
+# ---- Batches ------------------------------------------------------------------------------------
+
+
+@inner
+def flush(engine, nic_index):
+    """Hand the batch to the NIC; what it does not take goes back to the front of its line."""
+    nic = nic_at(engine, nic_index)
+    count = ld64(nic + S.NIC_BATCH_COUNT)
+    if count == 0:
+        return
+    st64(nic + S.NIC_BATCH_COUNT, 0)
+    batch = ld64(nic + S.NIC_BATCH)
+    accepted = _c_post(ld64(nic + S.NIC_POST), ld64(nic + S.NIC_STATE), batch, count)
+    first = accepted
+    if accepted < 0:
+        _refused_for_good(engine, nic, ld32(batch + R.POST_CONTEXT), -accepted)
+        first, accepted = 1, 0
+    st64(engine + S.POSTED, ld64(engine + S.POSTED) + accepted)
+    if first < count:
+        st64(nic + S.NIC_FULL, 1)
+        st64(engine + S.REFUSED, ld64(engine + S.REFUSED) + count - first)
+    for back in range(count - first):
+        _put_back(engine, nic, batch + (count - 1 - back) * R.POST_BYTES)
+
+
+@inner
+def _put_back(engine, nic, post):
+    slot = ld32(post + R.POST_CONTEXT)
+    record = slot_at(nic, slot)
+    index, op, kind = (
+        ld32(record + S.SLOT_CHANNEL),
+        ld32(record + S.SLOT_OP),
+        ld32(record + S.SLOT_STATE),
+    )
+    channel = channel_at(engine, index)
+    free_slot(nic, slot)
+    st64(channel + S.CH_IN_FLIGHT, ld64(channel + S.CH_IN_FLIGHT) - 1)
+    if kind == S.SLOT_CONTROL:
+        st64(channel + S.CH_BUSY, 0)
+        st64(channel + S.CH_TOLD_GRANT, -1)  # what it said is news again
+        owe(engine, index)
+        return
+    if causes_arrival(post):
+        st64(channel + S.CH_SENT, ld64(channel + S.CH_SENT) - 1)
+    if ld64(channel + S.CH_CODE) != 0:
+        piece_done(engine, op, S.PEER_FAILED, ld64(channel + S.CH_CODE), index)
+        return
+    st32(post + R.POST_CONTEXT, op)
+    _stand_first(engine, index, post)
+
+
+@inner
+def _refused_for_good(engine, nic, slot, code):
+    record = slot_at(nic, slot)
+    index = ld32(record + S.SLOT_CHANNEL)
+    channel = channel_at(engine, index)
+    st64(channel + S.CH_IN_FLIGHT, ld64(channel + S.CH_IN_FLIGHT) - 1)
+    if ld32(record + S.SLOT_STATE) == S.SLOT_USER:
+        piece_done(engine, ld32(record + S.SLOT_OP), code, 0, index)
+    free_slot(nic, slot)
+    end_channel(engine, index, code, 0)
+
+
+# ---- Ends ---------------------------------------------------------------------------------------
+
+
+@inner
+def end_channel(engine, index, code, detail):
+    """The peer gets nothing more by this NIC: whatever stands in line fails."""
+    channel = channel_at(engine, index)
+    if ld64(channel + S.CH_CODE) == 0:
+        st64(channel + S.CH_DETAIL, detail)
+        st64(channel + S.CH_CODE, code)
+    while ld64(channel + S.CH_FIRST) != 0:
+        place = _place(engine, ld64(channel + S.CH_FIRST))
+        op = ld32(place + R.POST_CONTEXT)
+        _leave_line(engine, channel)
+        if code == S.TIMED_OUT:
+            piece_done(engine, op, code, detail, index)
+        else:
+            piece_done(engine, op, S.PEER_FAILED, code, index)
+
+
+@inner
+def lose_posts(engine, index, code):
+    """Give up what is in flight on a channel: its operations fail now, and its slots stay taken
+    until their events come, if ever."""
+    peers = ld64(engine + S.NUM_PEERS)
+    nic = nic_at(engine, index // peers)
+    for slot in range(ld64(nic + S.NIC_TX_DEPTH)):
+        record = slot_at(nic, slot)
+        taken = ld32(record + S.SLOT_STATE)
+        if taken == S.SLOT_FREE or ld32(record + S.SLOT_CHANNEL) != index:
+            continue
+        st32(record + S.SLOT_STATE, S.SLOT_LOST)
+        if taken == S.SLOT_USER:
+            piece_done(engine, ld32(record + S.SLOT_OP), code, 0, index)

@@ -1,0 +1,102 @@
+"""What a *program* calls: a ``jit.hook("int64(int64)")`` that the loop runs once per turn.
+
+A program gets the address of its own state, in which its author has put the engine's
+(``TransferEngine.state``). It runs on the loop's thread, between polls: it must not wait. What it
+returns: 0, nothing to do; above 0, it did something (the loop does not rest); below 0, it has
+failed, and the engine ends with this number.
+
+Operations come from ``TransferEngine.program_operations``; one may be used again once it is done.
+"""
+
+from __future__ import annotations
+
+from moecomm.transport.engine import records as R
+from moecomm.transport.engine import state as S
+from moecomm.transport.engine.arrivals import counter_of
+from moecomm.transport.engine.jit import inner
+from moecomm.transport.engine.native import ld64, st8, st16, st32, st64, st64_release
+
+__all__ = [
+    "aborted_by", "arrivals", "begin", "error_of", "is_done", "now_ns", "room", "take", "write",
+]  # fmt: skip
+
+
+@inner
+def room(engine):
+    """How many writes the program's ring takes now."""
+    taken = ld64(engine + S.PROGRAM_TAIL) - ld64(engine + S.PROGRAM_HEAD)
+    return ld64(engine + S.RING_SIZE) - taken
+
+
+@inner
+def begin(engine, op, count):
+    """Start an operation of ``count`` writes, which follow."""
+    record = ld64(engine + S.OPERATIONS) + op * S.OP_BYTES
+    st64(record + S.OP_CODE, 0)
+    st64_release(record + S.OP_PENDING, count)
+
+
+@inner
+def write(engine, op, nic, peer, local, local_key, nbytes, remote, remote_key, imm):
+    """Queue a write; ``imm`` below 0: without an immediate. There is ``room`` for it."""
+    tail = ld64(engine + S.PROGRAM_TAIL)
+    place = tail & (ld64(engine + S.RING_SIZE) - 1)
+    post = ld64(engine + S.PROGRAM_RING) + place * R.POST_BYTES
+    st32(post + R.POST_PEER, peer)
+    st16(post + R.POST_NIC, nic)
+    st8(post + R.POST_KIND, R.WRITE)
+    st8(post + R.POST_FLAGS, R.HAS_IMM if imm >= 0 else 0)
+    st32(post + R.POST_IMM, imm)
+    st32(post + R.POST_CONTEXT, op)
+    st64(post + R.POST_LOCAL, local)
+    st64(post + R.POST_LOCAL_KEY, local_key)
+    st64(post + R.POST_NBYTES, nbytes)
+    st64(post + R.POST_REMOTE, remote)
+    st64(post + R.POST_REMOTE_KEY, remote_key)
+    st64(engine + S.PROGRAM_TAIL, tail + 1)
+
+
+@inner
+def is_done(engine, op):
+    """Whether all writes of the operation are done, well or not: sources may change."""
+    return ld64(ld64(engine + S.OPERATIONS) + op * S.OP_BYTES + S.OP_PENDING) == 0
+
+
+@inner
+def error_of(engine, op):
+    """Error number of the operation's first failure; 0: none so far."""
+    return ld64(ld64(engine + S.OPERATIONS) + op * S.OP_BYTES + S.OP_CODE)
+
+
+@inner
+def arrivals(engine, imm):
+    """How often ``imm`` has come beyond what was taken; -1: there is no memory for its counter."""
+    counter = counter_of(engine, imm)
+    if counter == 0:
+        return -1
+    return ld64(counter + S.IMM_ARRIVED) - ld64(counter + S.IMM_USED)
+
+
+@inner
+def take(engine, imm, count):
+    """Use up ``count`` arrivals of ``imm`` if so many have come; whether they have."""
+    counter = counter_of(engine, imm)
+    if counter == 0:
+        return False
+    used = ld64(counter + S.IMM_USED)
+    if ld64(counter + S.IMM_ARRIVED) - used < count:
+        return False
+    st64(counter + S.IMM_USED, used + count)
+    return True
+
+
+@inner
+def aborted_by(engine):
+    """The peer that has given up, or -1."""
+    return ld64(engine + S.ABORTED_BY) - 1
+
+
+@inner
+def now_ns(engine):
+    """The monotonic clock, at most a few turns old."""
+    return ld64(engine + S.NOW)
