@@ -20,7 +20,6 @@ def blocks(layout: Layout, run: Runtime) -> list[ArgBlock]:
                 rank=layout.rank,
                 slot=slot,
                 num_local=layout.num_local_experts,
-                first_expert=layout.expert_range(layout.rank).start,
                 timeout_ns=int(layout.cfg.timeout_s * 1e9),
                 remote_flags=run.remote_flags,
                 remote_bulk=run.remote_bulk,

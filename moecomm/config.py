@@ -46,7 +46,8 @@ class MoeConfig:
         replicas: ranks that hold the same tokens and routing (a tensor-parallel group).
         reduce: where weights are applied: at the ``receiver`` of combine, or at its ``sender``.
         in_flight: handles that may be open at once.
-        timeout_s: how long any wait for a peer may last.
+        timeout_s: how long any wait for a peer may last; at most half as long again passes until
+            it is known who is missing.
         wire: how a receiver learns that data is there. ``lines``: every 128-byte line carries a
             flag, which costs 7 % more bytes and saves a round of waiting; ``flags``: a flag word
             after each row; ``auto``: lines for small ``max_tokens`` and 16-byte rows.

@@ -241,6 +241,7 @@ class Layout:
         records = slots * self.num_sources * self.source_tokens
         places = slots * tokens * self.combine_places
         arena.add("abort", WORD)
+        arena.add("roll", (1 + self.num_ranks) * WORD)
         arena.add("ack", slots * self.num_ranks * WORD)
         arena.add("head", slots * self.num_ranks * self.head_words * WORD)
         arena.add("record_flag", records * WORD)

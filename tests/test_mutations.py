@@ -95,7 +95,7 @@ MUTATIONS = {
         setting="replicas",
     ),
     "wait-without-acquire": Mutation(
-        "protocol.cuh",
+        "waits.cuh",
         "        word = ld_acquire_sys(flag);",
         "        word = ld_relaxed_sys(flag);",
     ),

@@ -9,7 +9,7 @@ from typing import Final
 _WORD = ctypes.c_uint64
 
 ARG_FIELDS: Final = (
-    "local", "symmetric", "status", "rank", "slot", "num_local", "first_expert", "timeout_ns",
+    "local", "symmetric", "status", "rank", "slot", "num_local", "timeout_ns",
     "x", "x_stride", "x_aligned", "x_scale", "x_scale_row_stride", "x_scale_col_stride",
     "topk_idx", "topk_idx_stride", "topk_idx_bytes", "topk_weights", "topk_weights_stride",
     "num_tokens", "max_rows",

@@ -14,7 +14,7 @@ DEVICE Piece owed_piece(const Args& a, const Owed& owed, u32 t, u32 n, u32 numbe
     piece.lines = combine_row(a.symmetric, a, t, owed.place[n]);
     piece.number = number;
     piece.words = ROW_WORDS;
-    piece.peer = owed.peer[n];
+    piece.who = from_rank(PHASE_COMBINE_RECV, owed.peer[n]);
     return piece;
 }
 
@@ -33,7 +33,7 @@ DEVICE bool sum_piece(const Args& a, const Owed& owed, u32 t, u32 number, u64 ep
         UNROLL for (u32 i = 0; i < PLACES_AT_ONCE; ++i) {
             if (first + i >= owed.num) continue;
             const Piece piece = owed_piece(a, owed, t, first + i, number);
-            if (!wait_piece(a, piece, epoch, PHASE_COMBINE_RECV, reads[i])) return false;
+            if (!wait_piece(a, piece, epoch, reads[i])) return false;
             const Pair chunk = to_chunks(reads[i].v);
             sum.add(owed.weight[first + i], to_chunk(chunk.low, chunk.high));
         }

@@ -20,6 +20,7 @@ typedef long long i64;
 
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")  // where an array must stay in registers
+#define NO_UNROLL _Pragma("unroll 1")  // off the fast path: registers matter more
 #define DYNAMIC_SHARED(type, name)                            \
     extern __shared__ __align__(16) unsigned char moe_smem[]; \
     type* name = reinterpret_cast<type*>(moe_smem)
@@ -154,6 +155,7 @@ DEVICE void note_wait(const u64*, u64) {}
 #else
 #define DEVICE inline
 #define UNROLL
+#define NO_UNROLL
 #include "emulator.hpp"
 DEVICE void wait_for_earlier_kernels() {}
 DEVICE void let_next_kernel_start() {}

@@ -44,8 +44,9 @@ DEVICE void receive_records(const Args& a, const Placement& s, RowPlan& plan, u6
         if (lane_id() == 0 && remote)
             ok = wait_arrived(a, source, record_channel(i), epoch, epoch, PHASE_DISPATCH_RECV);
         else if (lane_id() == 0)
-            ok = wait_flag(a, record_flag(a.symmetric, a, source, i), epoch, PHASE_DISPATCH_RECV,
-                           REMOTE ? source : source * (u32)REPLICAS);
+            ok = wait_flag(a, record_flag(a.symmetric, a, source, i), epoch,
+                           REMOTE ? from_rank(PHASE_DISPATCH_RECV, source)
+                                  : from_group(PHASE_DISPATCH_RECV, source));
         if (!__all_sync(FULL_WARP, ok)) return;
         __syncwarp();  // what lane 0 acquired holds for all
         const u64 record = remote ? landed_record(a, source, i) : record_at(a.symmetric, a, source, i);

@@ -50,15 +50,15 @@ DEVICE bool receive_piece(const Args& a, const Placement& s, WarpSpace& space, u
     own.lines = record_at(a.symmetric, a, group, j - s.group_start[group]);
     own.number = number;
     own.words = RECORD_WORDS;
-    own.peer = group * (u32)REPLICAS;
+    own.who = from_group(PHASE_DISPATCH_RECV, group);
     first = own;
     first.number = 0;
     const bool needs_meta = LAYOUT != LAYOUT_RANK || number == 0;
     LineRead r = own.read(epoch), meta = needs_meta ? first.read(epoch) : r;
-    if (!wait_piece(a, own, epoch, PHASE_DISPATCH_RECV, r)) return false;
+    if (!wait_piece(a, own, epoch, r)) return false;
     const Pair chunk = to_chunks(r.v);
     if (needs_meta) {
-        if (!wait_piece(a, first, epoch, PHASE_DISPATCH_RECV, meta)) return false;
+        if (!wait_piece(a, first, epoch, meta)) return false;
         keep_chunks(space, to_chunks(meta.v));
         plan_record(a, s, reinterpret_cast<const u32*>(space.head_piece), j, group, number == 0,
                     space.plan);

@@ -7,7 +7,7 @@
 // the flag. One warp handles four lines at a time, a *piece* of 60 words.
 #pragma once
 #include "dtype.cuh"
-#include "protocol.cuh"
+#include "waits.cuh"
 
 #define LINE_BYTES 128u
 #define LINE_WORDS 15u
@@ -131,7 +131,7 @@ struct Piece {
     u64 lines;
     u32 number;
     u32 words;  // of the whole image
-    u32 peer;
+    Awaited who;
 
     DEVICE LineRead read(u64 epoch) const
     {
@@ -141,7 +141,7 @@ struct Piece {
 
 // Waits until a piece of which `r` is a first reading has arrived. All lanes call it and get the
 // same answer; false as in wait_for.
-DEVICE bool wait_piece(const Args& a, const Piece& piece, u64 epoch, u32 phase, LineRead& r)
+DEVICE bool wait_piece(const Args& a, const Piece& piece, u64 epoch, LineRead& r)
 {
     if (all_there(r)) return true;
     note_wait(reinterpret_cast<const u64*>(piece.lines + piece.number * (WARP_LINES * LINE_BYTES) + 120),
@@ -152,10 +152,7 @@ DEVICE bool wait_piece(const Args& a, const Piece& piece, u64 epoch, u32 phase, 
         r = piece.read(epoch);
         if (all_there(r)) return true;
         if (!look) continue;
-        const bool late = global_timer_ns() - start > a.timeout_ns;
-        if (__any_sync(FULL_WARP, aborted(a, load_abort(a), epoch))) return false;
-        if (!__any_sync(FULL_WARP, late)) continue;
-        if (lane_id() == 0) report_timeout(a, phase, piece.peer, epoch, epoch, 0);
-        return false;
+        const bool over = lane_id() == 0 && given_up(a, start, piece.who, epoch, epoch, 0);
+        if (__any_sync(FULL_WARP, over)) return false;
     }
 }

@@ -89,6 +89,6 @@ DEVICE bool owed_arrived(const Args& a, const Owed& owed, u32 t, u32 i, u64 epoc
     if (REMOTE && owed.channel[i])
         return wait_arrived(a, owed.peer[i], owed.channel[i], epoch, epoch, PHASE_COMBINE_RECV);
 #endif
-    return wait_flag(a, combine_flag(a.symmetric, a, t, owed.place[i]), epoch, PHASE_COMBINE_RECV,
-                     owed.peer[i]);
+    return wait_flag(a, combine_flag(a.symmetric, a, t, owed.place[i]), epoch,
+                     from_rank(PHASE_COMBINE_RECV, owed.peer[i]));
 }

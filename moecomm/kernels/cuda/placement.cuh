@@ -39,7 +39,7 @@ DEVICE bool wait_word(const Args& a, u64 source, u64 word, u64 epoch, u64* found
 {
     if (is_remote(a, source)) return wait_remote_head(a, source, word, epoch, found);
     return wait_for(a, head_words(a.symmetric, a, source) + word, CountArrived{epoch}, epoch, epoch,
-                    PHASE_DISPATCH_RECV, (u32)source, found);
+                    from_rank(PHASE_DISPATCH_RECV, (u32)source), found);
 }
 
 // Waits for words [first, last) of every head and keeps their counts: group_start[g] records,

@@ -1,4 +1,4 @@
-// The direct protocol: launch arguments, where everything lies, waits that end, and reports.
+// The direct protocol: launch arguments, where everything lies, and reports. Waits: waits.cuh.
 //
 // Upper-case numbers (HIDDEN, SYM_RECORD ...) come from moecomm/layout.py: literals on a GPU, a
 // table on a CPU.
@@ -32,7 +32,6 @@ struct Args {
     u64 rank;
     u64 slot;
     u64 num_local;    // experts here
-    u64 first_expert;
     u64 timeout_ns;
     u64 x;            // dispatch_send: input rows
     u64 x_stride;     // bytes
@@ -73,6 +72,7 @@ struct Status {
 #define STATUS_FAILURE 0u
 #define STATUS_VALUE 1u
 #define STATUS_OVERFLOW 2u
+#define CLAIM_ANSWERED 3u  // beside the claims of these three: see waits.cuh
 #define CODE_TIMEOUT 1u
 #define CODE_ABORTED 2u
 #define CODE_BAD_EXPERT 3u
@@ -211,101 +211,4 @@ DEVICE void report(const Args& a, u32 which, Status s)
     st_relaxed_sys(words + 6, s.seen);
     st_relaxed_sys(words + 7, s.slot);
     st_release_sys(words, s.code);
-}
-
-DEVICE u64 abort_word(u32 phase, u32 reporter, u32 culprit)
-{
-    return 1ull << 63 | (u64)phase << 32 | reporter << 16 | culprit;
-}
-
-// A peer did not come: tell the host, and every rank, so that all of them stop.
-DEVICE void report_timeout(const Args& a, u32 phase, u32 peer, u64 epoch, u64 expected, u64 seen)
-{
-    if (!claim_status(a, STATUS_FAILURE, epoch)) return;
-    Status s = {CODE_TIMEOUT, phase, a.rank, peer, epoch, expected, seen, a.slot};
-    report(a, STATUS_FAILURE, s);
-    for (u32 r = 0; r < NUM_RANKS; ++r)
-        if (!is_remote(a, r))
-            st_release_sys(reinterpret_cast<u64*>(peer_base(a, r) + SYM_ABORT),
-                           abort_word(phase, (u32)a.rank, peer));
-    abort_remote(a, abort_word(phase, (u32)a.rank, peer));
-}
-
-DEVICE u64 load_abort(const Args& a)
-{
-    return ld_relaxed_sys(reinterpret_cast<u64*>(a.symmetric + SYM_ABORT));
-}
-
-// Whether some rank has given up (`word` from load_abort). The communicator is of no more use.
-DEVICE bool aborted(const Args& a, u64 word, u64 epoch)
-{
-    if (word == 0) return false;
-    if (claim_status(a, STATUS_FAILURE, epoch)) {
-        Status s = {CODE_ABORTED, word >> 32 & 0xff, word >> 16 & 0xffff, word & 0xffff, epoch, epoch,
-                    0, a.slot};
-        report(a, STATUS_FAILURE, s);
-    }
-    return true;
-}
-
-// ---- waits --------------------------------------------------------------------------------------
-struct FlagReached {  // a flag that holds an epoch
-    u64 epoch;
-    DEVICE bool operator()(u64 word) const { return word >= epoch; }
-    DEVICE u64 seen(u64 word) const { return word; }
-};
-
-struct CountArrived {  // a count word of this very epoch
-    u64 epoch;
-    DEVICE bool operator()(u64 word) const { return count_epoch(word) == (u32)epoch; }
-    DEVICE u64 seen(u64 word) const { return count_epoch(word); }
-};
-
-// Waits until `done` holds for the word at `flag`, with acquire order. False: it timed out or the
-// group has given up; that is reported, and the caller returns without touching peers again.
-// `expected` is what the host is told the wait was for.
-// `*last` is the word that was seen last.
-template <class Done>
-DEVICE bool wait_for(const Args& a, const u64* flag, Done done, u64 expected, u64 epoch, u32 phase,
-                     u32 peer, u64* last)
-{
-    u64 word = ld_acquire_sys(flag);
-    *last = word;
-    if (done(word)) return true;
-    note_wait(flag, expected);
-    const u64 start = global_timer_ns();
-    for (u32 spins = 1;; ++spins) {
-        const bool look = poll_pause(spins);
-        word = ld_acquire_sys(flag);
-        *last = word;
-        const u64 waited = look || done(word) ? global_timer_ns() - start : 0;
-        if (done(word)) {
-            atomicAdd(local_at<u64>(a, LOC_STAT_WAIT_NS, phase * NUM_RANKS + peer), waited);
-            return true;
-        }
-        if (!look) continue;
-        if (aborted(a, REMOTE ? hear_abort(a) : load_abort(a), epoch)) return false;
-        if (waited > a.timeout_ns) {
-            report_timeout(a, phase, peer, epoch, expected, done.seen(word));
-            return false;
-        }
-    }
-}
-
-// One thread waits for a flag that holds an epoch.
-DEVICE bool wait_flag(const Args& a, const u64* flag, u64 epoch, u32 phase, u32 peer)
-{
-    u64 last;
-    return wait_for(a, flag, FlagReached{epoch}, epoch, epoch, phase, peer, &last);
-}
-
-// Begins a combine stage. False if there is nothing to do: the group has given up, or the step
-// overflowed everywhere. Threads may differ in what they see of the former.
-DEVICE bool begin_combine(const Args& a, u64* epoch)
-{
-    const u64 abort = load_abort(a);
-    *epoch = ld(sent_word(a));
-    note_epoch(*epoch);
-    const bool overflowed = CAPPED && ld(local_at<u64>(a, LOC_OVERFLOWED, a.slot)) == *epoch;
-    return !overflowed && !aborted(a, abort, *epoch);
 }

@@ -1,7 +1,7 @@
 // release: a handle ends without combine; its records have been read.
 //
 // Writes: peers' ack.
-#include "protocol.cuh"
+#include "waits.cuh"
 
 extern "C" __global__ void release(Args a)
 {

@@ -1,6 +1,6 @@
 // Waiting for what a mover, or a remote peer, says has arrived.
 #pragma once
-#include "protocol.cuh"
+#include "waits.cuh"
 
 // proxied: `arrived` is memory of the host. One thread polls a word and passes it on to the others.
 DEVICE u64* relay_word(const Args& a, u64 source, u32 channel)
@@ -16,9 +16,9 @@ DEVICE bool relayed(const Args& a, u64 source, u32 channel, u64 wanted, u64 epoc
     if (ld_acquire_sys(copy) >= wanted) return true;
     u64* claim = local_at<u64>(a, LOC_RELAY_CLAIM, channel_number(a, source, channel));
     if (atomicMax(claim, wanted) >= wanted)
-        return wait_for(a, copy, reached, wanted, epoch, phase, (u32)source, &last);
+        return wait_for(a, copy, reached, wanted, epoch, from_rank(phase, (u32)source), &last);
     const u64* word = arrived_word(a, source, channel);
-    if (!wait_for(a, word, reached, wanted, epoch, phase, (u32)source, &last)) return false;
+    if (!wait_for(a, word, reached, wanted, epoch, from_rank(phase, (u32)source), &last)) return false;
     st_release_sys(copy, wanted);
     return true;
 }
@@ -30,7 +30,7 @@ DEVICE bool wait_arrived(const Args& a, u64 source, u32 channel, u64 wanted, u64
     if (REMOTE == 1) return relayed(a, source, channel, wanted, epoch, phase);
     u64 last;
     u64* word = arrived_word(a, source, channel);
-    if (!wait_for(a, word, FlagReached{wanted}, wanted, epoch, phase, (u32)source, &last))
+    if (!wait_for(a, word, FlagReached{wanted}, wanted, epoch, from_rank(phase, (u32)source), &last))
         return false;
     after_arrival(word, wanted);
     return true;

@@ -265,7 +265,7 @@ DEVICE bool acks_arrived(const Args& a, u64 epoch)
             continue;
         }
         ok = wait_for(a, ack_flag(a.symmetric, a, r), FlagReached{epoch - 1}, epoch - 1, epoch,
-                      PHASE_DISPATCH_SEND, (u32)r, &last);
+                      from_rank(PHASE_DISPATCH_SEND, (u32)r), &last);
     }
     return __syncthreads_and(ok);
 }

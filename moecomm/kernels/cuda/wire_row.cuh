@@ -1,7 +1,7 @@
 // Rows on their way out: copied, or cast to fp8.
 #pragma once
 #include "dtype.cuh"
-#include "protocol.cuh"
+#include "waits.cuh"
 
 #if INPUT_DTYPE == WIRE_DTYPE
 // Chunk c (16 bytes on the wire) of token t's row.

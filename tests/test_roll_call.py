@@ -1,0 +1,133 @@
+"""Who is named when a rank dies: that rank, on all others, wherever in a step it happens.
+
+A rank that got the dead one's last words waits for the ranks that did not. What keeps it from
+naming them is the roll-call of ``waits.cuh``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from exchange import Case, compare_received, finish, make_case, send
+
+import moecomm as mc
+from moecomm.emulator import Faults, simulate
+from moecomm.kernels import source
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+SEEDS = 40
+TIMEOUT_S = 1.0
+CFG = mc.MoeConfig(
+    num_experts=6, top_k=2, hidden=16, max_tokens=4, in_flight=1, timeout_s=TIMEOUT_S, wire="flags"
+)
+
+
+@dataclass(frozen=True)
+class Death:
+    """``dead``: which rank; ``None``: any. It dies within its first ``turns``."""
+
+    cases: list[Case]
+    dead: int | None
+    turns: int
+
+    def survivors_name(self, seed: int) -> list[int]:
+        """Whom the others name, as differences from the rank that died."""
+        rng = np.random.default_rng(seed)
+        ranks = self.cases[0].num_ranks
+        dead = int(rng.integers(ranks)) if self.dead is None else self.dead
+        faults = Faults(dead_rank=dead, dead_after_steps=int(rng.integers(100, self.turns)))
+        ends = simulate(
+            _until_timeout, ranks, self.cases, seed, seed=seed, checks=False, faults=faults
+        )
+        assert ends[dead] is None
+        return [named - dead for rank, named in enumerate(ends) if rank != dead]
+
+
+def _deaths(setting: str, wire: Any = "flags") -> Death:
+    cfg = dataclasses.replace(CFG, wire=wire)
+    if setting == "chain":  # 0 waits for 2 alone, which waits for 1
+        cfg = dataclasses.replace(cfg, top_k=1, max_tokens=12)
+        idxs = [np.full((12, 1), expert, np.int32) for expert in (4, 5, 0)]
+        return Death([make_case(cfg, 3, step, idxs=idxs) for step in range(3)], 1, 4000)
+    replicas, ranks = (2, 4) if setting == "replicas" else (1, 3)
+    cfg = dataclasses.replace(cfg, replicas=replicas)
+    cases = [make_case(cfg, ranks, step, dropped=0.0, repeated=0.0) for step in range(3)]
+    return Death(cases, None, 8000)
+
+
+@pytest.mark.parametrize("setting", ["plain", "replicas", "chain"])
+@pytest.mark.parametrize("wire", ["flags", "lines"])
+def test_c02_a_rank_that_dies_at_any_step(wire: Any, setting: str) -> None:
+    """The others get right results, then PeerTimeout within its time, and nothing hangs. It names
+    the dead rank on all of them: never one that itself waits, nor another replica of its group."""
+    death = _deaths(setting, wire)
+    for seed in range(int(os.environ.get("MOECOMM_TEST_EXAMPLES", SEEDS))):
+        assert not any(death.survivors_name(seed)), f"seed {seed}"
+
+
+FAULTS = {  # setting, right, wrong
+    "nobody-answers": (
+        "chain",
+        "if (now - start > a.timeout_ns || roll_called(a)) answer_roll",
+        "if (now - start > a.timeout_ns) answer_roll",
+    ),
+    "answers-go-to-nobody": (
+        "chain", "st_relaxed_sys(roll_word(peer_base(a, r), 1 + a.rank), 1ull);", ""
+    ),
+    "named-before-there-was-time-to-answer": ("chain", "max(start, answered) + grace", "answered"),
+    "the-first-replica-is-named": (
+        "replicas", "culprit == NUM_RANKS ? who.peer : culprit", "who.peer"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_roll_call_that_is_wrong_names_somebody_else(name: str) -> None:
+    setting, right, wrong = FAULTS[name]
+    text = source.load("waits.cuh")
+    assert text.count(right) == 1, "the kernel has changed; state the fault anew"
+    text = text.replace(right, wrong)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(_somebody_else_is_named, setting, text).result()
+
+
+def _somebody_else_is_named(setting: str, text: str) -> bool:
+    plain = source.load
+    source.load = lambda name: text if name == "waits.cuh" else plain(name)  # type: ignore
+    return any(any(_deaths(setting).survivors_name(seed)) for seed in range(SEEDS))
+
+
+def _until_timeout(group: mc.Group, cases: list[Case], seed: int) -> int:
+    rng = np.random.default_rng([seed, group.rank])
+    with mc.MoeComm(cases[0].cfg, group) as comm:
+        for step in range(1000):
+            try:
+                _late_step(comm, cases[step % len(cases)], rng)
+            except mc.PeerTimeout as error:
+                return error.peer
+    raise AssertionError("a thousand steps without the dead rank")
+
+
+def _late_step(comm: mc.MoeComm, case: Case, rng: np.random.Generator) -> None:
+    """Some begin to wait long after others do, for whom they wait."""
+    started = comm.group.simulation.time_ns
+    slept = rng.uniform(0, 0.6 * TIMEOUT_S)
+    try:
+        handle = send(comm, case)
+        with pytest.raises(TimeoutError):
+            comm.group.simulation.store(comm.group.rank).get("nobody sets this", slept)
+        recv = comm.dispatch_recv(handle)
+        compare_received(case, comm.group.rank, recv)
+        finish(comm, case, recv)
+    finally:
+        # At most one whole wait and the roll-call, after others that were nearly as long.
+        waited = (comm.group.simulation.time_ns - started) / 1e9 - slept
+        assert waited < 3 * TIMEOUT_S
