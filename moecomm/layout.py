@@ -49,6 +49,11 @@ class Layout:
             raise ConfigError(f"rank={rank}: must be from 0 to num_ranks-1={num_ranks - 1}")
         if num_ranks % cfg.replicas:
             raise ConfigError(f"replicas={cfg.replicas}: must divide num_ranks={num_ranks}")
+        if cfg.wire == "lines" and remote is not None:
+            raise ConfigError(
+                "wire='lines': needs peers that kernels can store to, and here some are reached "
+                "over the network only"
+            )
         self.cfg = cfg
         self.num_ranks = num_ranks
         self.rank = rank
@@ -168,11 +173,6 @@ class Layout:
             raise ConfigError(
                 f"wire='lines': rows must be multiples of 16 bytes, but hidden={cfg.hidden} "
                 f"makes {self.wire_row_bytes} (dispatch) and {self.combine_row_bytes} (combine)"
-            )
-        if cfg.wire == "lines" and self.remote is not None:
-            raise ConfigError(
-                "wire='lines': needs peers that kernels can store to, and here some are reached "
-                "over the network only"
             )
         fits = image <= LINES_MAX_IMAGE_BYTES
         if cfg.wire == "lines" and not fits:

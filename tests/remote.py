@@ -52,6 +52,8 @@ class RemoteRuntime(cpu.CpuRuntime):
             if self.world.is_remote(group.rank, rank):
                 peers[rank] = 0
         self.world.runtimes[group.rank] = self
+        if self.world.remote.mode == "proxied":  # its mover starts when all ranks are there
+            group.simulation.store(group.rank).set(f"mover {group.rank}", b"go")
         # Movers look at the words of ranks that have closed.
         self.world.memory.append([self._memory.buffer(region) for region in self._regions])
 
@@ -98,12 +100,6 @@ def simulate_remote(
                 world.stop[0] = 1
 
     return simulation.run(call)[:num_ranks]
-
-
-def announce(world: World, group: mc.Group) -> None:
-    """Called by a rank once its communicator is there: its mover may start."""
-    if world.remote.mode == "proxied":
-        group.simulation.store(group.rank).set(f"mover {group.rank}", b"go")
 
 
 def move(world: World, simulation: Simulation, rank: int) -> None:

@@ -59,6 +59,7 @@ DEVICE void send_group(const Args& a, const Counters& s, u32 first, u32 last, u6
         ToRecords records = {plan};
         make_row(a, t, records);
         send_meta(a, plan, t);
+        if (REMOTE) clear_tails(plan);
     }
     __syncthreads();  // every thread's part of the records comes before their flags
     for (u32 i = threadIdx.x; i < (last - first) * WARP_SIZE; i += blockDim.x) {

@@ -19,7 +19,7 @@ DEVICE int moecomm_put_word(u64, u64, int) { return 0; }
 DEVICE int moecomm_after_arrival(u64, u64) { return 0; }
 #endif
 
-// All threads of a block, behind a barrier: `bytes` from `from` to the peer's `to`, then, when they
+// All threads of a block, behind a barrier; there is another one inside. `bytes` from `from` to the peer's `to`, then, when they
 // are there, `value` to its `flag`. Nobody waits; `from` must stay as it is.
 DEVICE void put_block(const Args& a, u64 peer, u64 to, u64 from, u64 bytes, u64* flag, u64 value)
 {

@@ -58,10 +58,10 @@ DEVICE void put_rows(const Args& a, u32 group, u32 n, u64 epoch)
     }
 }
 
-// proxied: this warp has packed all its rows, or has none. The last warp of all rings.
+// proxied: this warp has packed all its rows (behind a warp barrier), or has none. The last warp
+// of all rings.
 DEVICE void rows_packed(const Args& a, u64 epoch)
 {
-    __syncwarp();
     if (lane_id() == 0) part_done(a, DOOR_ROWS, gridDim.x * num_warps(), epoch);
 }
 

@@ -131,12 +131,20 @@ DEVICE void tell_mover(const Args& a, const RemoteCounts& c, bool last, bool* to
 {
     if (REMOTE != 1 || warp_id() > 0) return;
     const u32 parts = gridDim.x > 1 ? gridDim.x - 1 : 1;
-    __syncwarp();
     if (!*told && (last || private_done(a, c))) {
         *told = true;
         if (lane_id() == 0) part_done(a, DOOR_PRIVATE, parts, epoch);
     }
     if (last && lane_id() == 0) part_done(a, DOOR_RECORDS, parts, epoch);
+}
+
+// Whole records are moved: what is left of the last 16 bytes behind the scales is defined, too.
+DEVICE void clear_tails(const Plan& plan)
+{
+    const u32 words = (RECORD_BYTES - RECORD_SCALE_OFF) / 4 - NUM_SCALES;
+    for (u32 i = threadIdx.x; i < plan.num_dest * words; i += blockDim.x)
+        st(reinterpret_cast<u32*>(plan.record[i / words] + RECORD_SCALE_OFF) + NUM_SCALES + i % words,
+           0u);
 }
 
 // ---- nvshmem: chunks --------------------------------------------------------------------------------
@@ -187,5 +195,5 @@ DEVICE void put_packed(const Args& a, const RemoteCounts& c, Plan* plans, u32 fi
     __syncthreads();  // all know what is complete, and may read it
     for (u32 i = 0; i < num; ++i)
         if ((first + i) % REPLICAS == replica) put_chunks(a, c, plans[i], epoch);
-    __syncthreads();  // nobody still reads the plans
+    // put_block has a barrier inside, so nobody is still behind the last one that had something.
 }
