@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from typing import Any
@@ -85,10 +86,9 @@ def overlap(group: mc.Group, cfg: mc.MoeConfig, rounds: int, device: Any = None)
 
 
 def die_or_survive(group: mc.Group, cfg: mc.MoeConfig, device: Any) -> tuple[str, int, float]:
-    """Rank 1 is killed after its first dispatch; what the others see, and how fast."""
+    """Rank 1 is killed after a dispatch; what the others see, and how fast."""
+    given, where = _warmed_up(group, cfg, device)
     comm = mc.MoeComm(cfg, group, device=device)
-    where = on_device(comm)
-    given = OnGpu(make_case(cfg, group.size, 0), group.rank, where)
     given.run(comm)
     group.barrier(60)
     if group.rank == 1:
@@ -104,9 +104,8 @@ def die_or_survive(group: mc.Group, cfg: mc.MoeConfig, device: Any) -> tuple[str
 
 def be_silent(group: mc.Group, cfg: mc.MoeConfig, device: Any) -> tuple[str, int] | None:
     """Rank 1 does not take part; then all ranks go on with a communicator of their own."""
+    given, where = _warmed_up(group, cfg, device)
     comm = mc.MoeComm(cfg, group, device=device)
-    where = on_device(comm)
-    given = OnGpu(make_case(cfg, group.size, 0), group.rank, where)
     error = None if group.rank == 1 else _until_timeout(comm, given)
     group.barrier(60)
     if group.rank == 1:  # the others have told it
@@ -117,13 +116,26 @@ def be_silent(group: mc.Group, cfg: mc.MoeConfig, device: Any) -> tuple[str, int
     return None if error is None else (error.phase, error.peer)
 
 
+def _warmed_up(group: mc.Group, cfg: mc.MoeConfig, device: Any) -> tuple[OnGpu, str]:
+    """Everything that a first step loads or compiles, on all ranks, before time counts: a rank
+    whose start takes longer than ``cfg.timeout_s`` would be somebody's culprit."""
+    patient = dataclasses.replace(cfg, timeout_s=60.0)
+    with mc.MoeComm(patient, group, device=device) as comm:
+        where = on_device(comm)
+        given = OnGpu(make_case(cfg, group.size, 0), group.rank, where)
+        given.run(comm)
+        group.barrier(60)
+    return given, where
+
+
 def use_again(group: mc.Group | None, cfg: mc.MoeConfig, where: str) -> None:
     """The process, its context and its memory are as good as ever."""
     import torch
 
     assert group is not None
     assert torch.ones(64, 64, device=where).matmul(torch.ones(64, 64, device=where))[0, 0] == 64
-    with mc.MoeComm(cfg, group, device=where) as comm:
+    patient = dataclasses.replace(cfg, timeout_s=60.0)
+    with mc.MoeComm(patient, group, device=where) as comm:
         OnGpu(make_case(cfg, group.size, 1), group.rank, where).run(comm)
         group.barrier(60)
 

@@ -86,19 +86,24 @@ def test_c04_streams_without_order(num_ranks: int, device: str | None) -> None:
 # ---- failures ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_ranks", "device"), PLACES)
+@pytest.mark.parametrize(
+    ("num_ranks", "device"),
+    [*MANY[:3], pytest.param(4, None, marks=two_gpus, id="4-on-2")],
+)
 def test_c02_a_killed_peer_is_a_timeout_and_the_process_goes_on(
     num_ranks: int, device: str | None
 ) -> None:
+    """All others name it, whoever of them got its last words."""
     ends = outcomes(
         gpu_ranks.die_or_survive, num_ranks, SHORT, device, device="cuda", timeout_s=120
     )
     assert ends[1].exit_code == -signal.SIGKILL
-    assert ends[0].error is None, ends[0].error
-    phase, peer, waited = ends[0].value
-    assert peer == 1
-    assert phase in ("dispatch_send", "dispatch_recv", "combine_recv")
-    assert waited < 10
+    for end in (*ends[:1], *ends[2:]):
+        assert end.error is None, end.error
+        phase, peer, waited = end.value
+        assert peer == 1
+        assert phase in ("dispatch_send", "dispatch_recv", "combine_recv")
+        assert waited < 10
 
 
 @pytest.mark.parametrize(("num_ranks", "device"), PLACES)
