@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from types import TracebackType
 from typing import Any
 
 from moecomm import arguments, runtime
 from moecomm.agreement import agree
+from moecomm.communicator import Communicator
 from moecomm.config import MoeConfig
-from moecomm.errors import Overflow, PeerTimeout, StateError
+from moecomm.errors import Overflow
 from moecomm.group import Group
 from moecomm.handle import Handle, Received, State
 from moecomm.intake import Intake
@@ -24,14 +23,11 @@ from moecomm.kernels.args import (
 )
 from moecomm.layout import Layout
 from moecomm.received import ReceivedViews
-from moecomm.reports import failure_of, take_report
-from moecomm.slots import Slots
-from moecomm.stats import Stats, read_stats
 
 logger = logging.getLogger(__name__)
 
 
-class MoeComm:
+class MoeComm(Communicator):
     """Dispatch and combine for one MoE layer shape on every rank of ``group``.
 
     Construction is collective: configurations are compared, kernels compiled, memory shared. The
@@ -60,13 +56,7 @@ class MoeComm:
         device: str | None = None,
         kernels: str = "auto",
     ) -> None:
-        self.config = cfg
-        self.group = group
-        self._lock = threading.RLock()
-        self._pid = os.getpid()
-        self._slots = Slots(cfg.in_flight)
-        self._failure: PeerTimeout | None = None
-        self._closed = False
+        super().__init__(cfg, group)
         transport = group.transport if transport == "auto" else transport
         # First of all: an argument that only this rank cannot use is then everybody's error.
         means = {
@@ -227,34 +217,7 @@ class MoeComm:
         self.combine_send(y, handle, stream)
         return self.combine_recv(handle, topk_weights, out, accumulate, stream)
 
-    # ---- looking and leaving -----------------------------------------------------------------
-
-    def expert_range(self, rank: int) -> range:
-        """Global ids of the experts on ``rank``."""
-        return self.layout.expert_range(rank)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Device memory this communicator holds on this rank."""
-        return self._runtime.memory_bytes
-
-    def check(self) -> None:
-        """Raise what a kernel reported. Never blocks.
-
-        Raises:
-            PeerTimeout: from then on from every half, too: the group has lost a step.
-            Overflow, ConfigError: once; the handle it concerns is closed.
-        """
-        with self._lock:
-            self._check_failure()
-            if not self._closed:
-                self._check_handles()
-
-    def stats(self) -> Stats:
-        """Counters since construction; on a GPU this synchronises."""
-        with self._lock:
-            self._check_open("stats")
-            return read_stats(self.layout, self._runtime)
+    # ---- without combining -------------------------------------------------------------------
 
     def release(self, handle: Handle) -> None:
         """Close ``handle`` without combining; ``handle.close()`` is the same."""
@@ -269,32 +232,6 @@ class MoeComm:
             if handle.state is not State.RETURNED:  # else combine_send has told the peers
                 self._launch("release", handle, where)
             self._slots.free(handle, State.CLOSED)
-
-    def close(self) -> None:
-        """Let go of everything. Idempotent; not collective; peers that still wait time out.
-
-        In a forked child it does nothing.
-        """
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._slots.close()
-            self._views.clear()
-            self._runtime.close()
-
-    def __enter__(self) -> MoeComm:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -313,43 +250,3 @@ class MoeComm:
         except Overflow:
             return False
         return True
-
-    def _check_open(self, call: str) -> None:
-        if self._closed:
-            raise StateError(f"{call}: this MoeComm is closed")
-        if os.getpid() != self._pid:
-            raise StateError(
-                f"{call}: this MoeComm belongs to process {self._pid}; a forked child must make "
-                "its own group and MoeComm"
-            )
-
-    def _check_usable(self, call: str) -> None:
-        # Each half comes through here: the common case takes no call.
-        if self._closed or self._failure or self._trouble.code or os.getpid() != self._pid:
-            self._check_open(call)
-            self._check_failure()
-
-    def _check_failure(self) -> None:
-        """Raise what broke the communicator, now and from now on."""
-        if self._failure is None and not self._closed and self._trouble.code:
-            self._failure = failure_of(self._trouble)
-            logger.error("rank %d: %s", self.group.rank, self._failure)
-        if self._failure is not None:
-            raise self._failure
-
-    def _check_handles(self) -> None:
-        """Raise, once, what concerns one handle; where launches are synchronous, close it.
-
-        Halves of an asynchronous device do not look here: their peers count on this rank's
-        part of the step, and the kernels of a step that overflowed do nothing but keep in step.
-        """
-        found = take_report(self.config, self._runtime.statuses())
-        if found is None:
-            return
-        error, slot = found
-        handle = self._slots.holder(slot)
-        if handle is not None and self._runtime.synchronous:
-            where = self._runtime.stream(None, handle.kind)
-            self._runtime.launch("release", self._blocks[slot], 0, 0, where, None)
-            self._slots.free(handle, State.FAILED)
-        raise error

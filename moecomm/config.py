@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Final, Literal
+from dataclasses import dataclass
+from typing import Final, Literal
 
 from moecomm.errors import ConfigError
 
@@ -144,11 +144,6 @@ class MoeConfig:
     def weights_travel(self) -> bool:
         """Whether ``topk_weights`` must be given to dispatch."""
         return self.reduce == "sender"
-
-    def differences(self, other: MoeConfig) -> dict[str, tuple[Any, Any]]:
-        """Fields that differ: name → (value here, value there)."""
-        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        return {name: (a, b) for name, a, b in pairs if a != b}
 
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> None:

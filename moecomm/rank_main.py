@@ -126,7 +126,10 @@ def _call(task: Task, rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) 
     host, port, job = task.store
     store = TcpStore(host, port, job=job)
     group = Group(rank, task.size, store, device=task.device, transport=task.transport)
-    return fn(group, *args)
+    try:
+        return fn(group, *args)
+    finally:
+        store.close()  # a subgroup that the function keeps has no use for it any more
 
 
 def _import_main(task: Task) -> None:

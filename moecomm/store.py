@@ -16,10 +16,10 @@ import contextlib
 import os
 import socket
 import threading
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
+from moecomm import forks
 from moecomm.errors import ConfigError, StateError, TransportError
 from moecomm.store_wire import (
     ABSENT,
@@ -120,7 +120,7 @@ class TcpStore:
                 self._server.close()
             raise
         self._idle.append(first)
-        CLOSE_AFTER_FORK.add(self)
+        forks.tell(self)
 
     def set(self, key: str, value: bytes) -> None:
         """Set ``key``; whoever waits for it goes on."""
@@ -250,18 +250,7 @@ class TcpStore:
             self._busy.discard(sock)
         sock.close()
 
-    def close_after_fork(self) -> None:
+    def after_fork_in_child(self) -> None:
         """In a forked child: close its copies, so that the parent's end is seen by the server."""
         for sock in [*self._idle, *self._busy]:
             sock.close()
-
-
-CLOSE_AFTER_FORK: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for item in list(CLOSE_AFTER_FORK):
-        item.close_after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

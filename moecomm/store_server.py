@@ -19,8 +19,8 @@ import time
 from collections import defaultdict
 from typing import Final
 
+from moecomm import forks
 from moecomm.errors import ConfigError
-from moecomm.store import CLOSE_AFTER_FORK
 from moecomm.store_wire import (
     ABSENT,
     GREETING,
@@ -90,7 +90,7 @@ class StoreServer:
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._serve, name="moecomm-store", daemon=True)
         self._thread.start()
-        CLOSE_AFTER_FORK.add(self)
+        forks.tell(self)
         atexit.register(self.close)  # a daemon thread dies at exit with answers in its hands
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class StoreServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close_after_fork(self) -> None:
+    def after_fork_in_child(self) -> None:
         """In a forked child, which has the sockets but not the thread."""
         for sock in (self._listener, self._waker, self._woken, *(c.sock for c in self._clients)):
             sock.close()

@@ -217,7 +217,7 @@ def test_a_plot_needs_matplotlib(tmp_path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        with pytest.raises(mc.ConfigError, match="needs the package matplotlib"):
+        with pytest.raises(mc.ConfigError, match=r"matplotlib: pip install 'moecomm\[plot\]'"):
             plot(found, target)
     else:
         plot(found, target)

@@ -125,13 +125,3 @@ def test_frozen_equal_hashable_picklable() -> None:
 def test_replace_checks_again() -> None:
     with pytest.raises(ConfigError, match="top_k=9"):
         dataclasses.replace(MoeConfig(**GOOD), top_k=9)
-
-
-def test_differences_name_the_fields_and_both_values() -> None:
-    here = MoeConfig(**GOOD)
-    there = MoeConfig(**{**GOOD, "max_tokens": 32, "combine_dtype": "float32"})
-    assert here.differences(here) == {}
-    assert here.differences(there) == {
-        "max_tokens": (16, 32),
-        "combine_dtype": ("bfloat16", "float32"),
-    }

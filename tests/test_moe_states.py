@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -157,14 +160,33 @@ def _fork(group: mc.Group) -> None:
     with mc.MoeComm(CFG, group) as comm:
         case = make_case(CFG, 2, tokens=(4, 4))
         handle = send(comm)
-        child = os.fork()
-        if child == 0:
-            os._exit(_in_child(comm, handle))
+        with _held_by_another_thread(comm._lock):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)  # rather than wait for a thread that is not here
+                os._exit(_in_child(comm, handle))
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         for name in HALVES:
             half(comm, handle, name)
         run_case(comm, case)
+
+
+@contextlib.contextmanager
+def _held_by_another_thread(lock: Any) -> Iterator[None]:
+    held, free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            free.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(30)
+    yield
+    free.set()
+    thread.join()
 
 
 def _in_child(comm: mc.MoeComm, handle: mc.Handle) -> int:

@@ -78,17 +78,27 @@ def table(results: Iterable[Result]) -> str:
     return "\n".join(lines)
 
 
+def plotting(path: Path) -> Any:
+    """What draws the plot at ``path``; asked before anything is measured.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        return importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ConfigError(
+            f"plot={path}: needs the package matplotlib: pip install 'moecomm[plot]'"
+        ) from error
+
+
 def plot(results: list[Result], path: Path) -> None:
     """Pair time against tokens, a line for each kind of case, with bound and NCCL.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        figure = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise ConfigError(f"plot={path}: needs the package matplotlib") from error
-    canvas = figure.Figure(figsize=(8, 5), layout="constrained")
+    canvas = plotting(path).Figure(figsize=(8, 5), layout="constrained")
     axes = canvas.subplots()
     kinds: dict[str, list[Result]] = {}
     for result in results:

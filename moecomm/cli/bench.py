@@ -44,7 +44,7 @@ def bench(
         Path | None, typer.Option("--json", help="Write environment and results here.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw pair times here (PNG; needs matplotlib).")
+        Path | None, typer.Option(help="Draw pair times here (PNG; needs moecomm[plot]).")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for everything.")] = 600.0,
     seed: Annotated[int, typer.Option(min=0, help="Fixes routing and rows.")] = 1,
@@ -59,8 +59,10 @@ def bench(
     from moecomm.bench.options import Options
     from moecomm.bench.session import run_bench
     from moecomm.bench.table import plot as draw
-    from moecomm.bench.table import table
+    from moecomm.bench.table import plotting, table
 
+    if plot is not None:
+        plotting(plot)  # rather than fail when all is measured
     options = Options(
         ranks=ranks,
         tokens=tuple(_number("tokens", part) for part in _parts(tokens)),

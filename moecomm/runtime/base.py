@@ -17,30 +17,12 @@ class Runtime(Protocol):
     device: Device
     memory_bytes: int
     synchronous: bool  # launches have finished, and reported, when `launch` returns
-
-    @property
-    def local(self) -> int:
-        """Address of the rank's own workspace."""
-
-    @property
-    def symmetric(self) -> int:
-        """Address of what peers write to."""
-
-    @property
-    def remote_flags(self) -> int:
-        """Address of the words that a mover of remote peers' bytes shares; 0: no such peers."""
-
-    @property
-    def remote_bulk(self) -> int:
-        """Address of the areas that it moves bytes from and to; 0: no such peers."""
-
-    @property
-    def status_address(self) -> int:
-        """Address that kernels write status records to."""
-
-    @property
-    def owner(self) -> object:
-        """Keeps the workspace alive; arrays handed to the caller hold it."""
+    local: int  # address of the rank's own workspace
+    symmetric: int  # ... of what peers write to
+    remote_flags: int  # ... of the words that a mover of remote peers' bytes shares; 0: none are
+    remote_bulk: int  # ... of the areas that it moves bytes from and to; 0: none
+    status_address: int  # ... of what kernels write status records to
+    owner: object  # keeps the workspace alive; arrays handed to the caller hold it
 
     def stream(self, given: Any, kind: Kind) -> int:
         """The handle of the stream that a half runs on: ``given``, or the caller's current one

@@ -46,6 +46,7 @@ class CpuRuntime:
     """One rank on the CPU."""
 
     device: Device = "cpu"
+    owner: object
     synchronous = True
 
     def __init__(self, layout: Layout, group: Group, transport: str) -> None:
@@ -55,37 +56,13 @@ class CpuRuntime:
         together(group, "load", self._load, max(layout.cfg.timeout_s, SETUP_S))
         self._memory = open_memory(transport, group)
         self._allocate()
-        self._statuses = list((Status * 3).from_address(self._status.address))
+        self._statuses = list((Status * 3).from_address(self.status_address))
         self._connect(group, transport)
         self._register(group.rank)
         if env.flag("POISON"):
             self._poison()
         shared = sum(region.nbytes for region in self._regions)
         self.memory_bytes = shared + layout.local.nbytes + STATUS_BYTES
-
-    @property
-    def local(self) -> int:
-        return self._local.address
-
-    @property
-    def symmetric(self) -> int:
-        return self._symmetric
-
-    @property
-    def remote_flags(self) -> int:
-        return self._remote_flags
-
-    @property
-    def remote_bulk(self) -> int:
-        return self._remote_bulk
-
-    @property
-    def status_address(self) -> int:
-        return self._status.address
-
-    @property
-    def owner(self) -> object:
-        return self._local
 
     def stream(self, given: Any, kind: Kind) -> int:
         """There are no streams here; what cannot be one is refused all the same."""
@@ -121,8 +98,10 @@ class CpuRuntime:
 
     def _load(self) -> bool:
         self._kernels = EmulatedKernels(self._layout, self._simulation)
-        self._local = HostMemory(self._layout.local.nbytes)
+        workspace = HostMemory(self._layout.local.nbytes)
+        self.local, self.owner = workspace.address, workspace
         self._status = HostMemory(STATUS_BYTES)
+        self.status_address = self._status.address
         return True
 
     def _allocate(self) -> None:
@@ -134,7 +113,7 @@ class CpuRuntime:
         starts = [region.address for region in self._regions]
         if one:
             starts = [starts[0], starts[0] + sizes[0], starts[0] + sizes[0] + sizes[1]]
-        self._symmetric, self._remote_flags, self._remote_bulk = (*starts, 0, 0)[:3]
+        self.symmetric, self.remote_flags, self.remote_bulk = (*starts, 0, 0)[:3]
 
     def _shared_arenas(self) -> list[Arena]:
         areas = self._layout.areas

@@ -20,7 +20,6 @@ from moecomm.runtime.base import POISON
 from moecomm.runtime.devices import choose_index
 from moecomm.runtime.streams import Streams
 from moecomm.transport import gpu_pages, open_gpu_memory
-from moecomm.transport.gpu_pages import GpuPages
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +28,8 @@ class CudaRuntime:
     """One rank on GPU ``index``; ``None``: see ``choose_index``. Constructing is collective."""
 
     synchronous = False
+    remote_flags = 0
+    remote_bulk = 0
 
     def __init__(self, layout: Layout, group: Group, transport: str, index: int | None) -> None:
         timeout_s = max(layout.cfg.timeout_s, SETUP_S)
@@ -36,7 +37,7 @@ class CudaRuntime:
         self._group = group
         self._closed = False
         self._undo = contextlib.ExitStack()
-        self._workspace: GpuPages | None = None
+        self.owner: object = None
         self._index = together(
             group, "device", lambda: choose_index(group, index, timeout_s), timeout_s
         )
@@ -45,36 +46,12 @@ class CudaRuntime:
             together(group, "load", self._load, timeout_s)
             self._memory = open_gpu_memory(transport, group, self._index)
             self._undo.callback(self._memory.close)
-            self._symmetric = self._memory.allocate(layout.symmetric.nbytes).address
+            self.symmetric = self._memory.allocate(layout.symmetric.nbytes).address
             self._prepare()
         except BaseException:
             self.close()
             raise
         self.memory_bytes = self._memory.taken_bytes + self._workspace_bytes
-
-    @property
-    def local(self) -> int:
-        return self._local
-
-    @property
-    def symmetric(self) -> int:
-        return self._symmetric
-
-    @property
-    def remote_flags(self) -> int:
-        return 0
-
-    @property
-    def remote_bulk(self) -> int:
-        return 0
-
-    @property
-    def status_address(self) -> int:
-        return self._status.address
-
-    @property
-    def owner(self) -> object:
-        return self._workspace
 
     def stream(self, given: Any, kind: Kind) -> int:
         return self._streams.find(given, kind)
@@ -115,7 +92,7 @@ class CudaRuntime:
         self._closed = True
         with self._undo:
             cuda_driver.synchronize(self._index)
-        self._workspace = None
+        self.owner = None
 
     def _load(self) -> bool:
         """What concerns this rank alone."""
@@ -127,18 +104,19 @@ class CudaRuntime:
         self._streams = Streams(index)
         self._undo.callback(self._streams.close)
         pages = gpu_pages.make(index, layout.local.nbytes, shareable=False)
-        self._workspace = pages
-        self._workspace_bytes, self._local = pages.nbytes, pages.address
+        self.owner = pages
+        self._workspace_bytes, self.local = pages.nbytes, pages.address
         self._status = PinnedMemory(index, STATUS_BYTES)
         self._undo.callback(self._status.close)
-        self._statuses = list((Status * 3).from_address(self._status.address))
+        self.status_address = self._status.address
+        self._statuses = list((Status * 3).from_address(self.status_address))
         return True
 
     def _prepare(self) -> None:
         """Tell kernels where the peers are."""
         pointers = [self._memory.peer_pointer(rank) for rank in range(self._group.size)]
         if env.flag("POISON"):
-            self._poison(self._symmetric, self._layout.symmetric)
+            self._poison(self.symmetric, self._layout.symmetric)
             self._poison(self.local, self._layout.local)
         where = self.local + self._layout.local["peers"].offset
         data = struct.pack(f"<{len(pointers)}Q", *pointers)
