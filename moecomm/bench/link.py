@@ -30,7 +30,7 @@ class Link:
 
     Attributes:
         bytes_per_s: of the copy engines, all GPUs sending at once, the slowest.
-        flag_us: one way of a flag between two GPUs.
+        flag_us: one way of a flag between the first GPU and another, the slowest.
         launch_us: one empty kernel in a replayed graph.
     """
 
@@ -131,11 +131,18 @@ def _copy(group: Group, memory: NvlinkMemory, leaders: list[int], index: int) ->
 
 
 def _flag(group: Group, memory: NvlinkMemory, leaders: list[int], kernel: _Kernel) -> float | None:
-    """Microseconds that a flag takes from the first GPU to the second."""
+    """Microseconds that a flag takes from the first GPU to the others: the slowest way."""
+    ways = [_flag_to(group, memory, (leaders[0], other), kernel) for other in leaders[1:]]
+    return max((way for way in ways if way is not None), default=None)
+
+
+def _flag_to(
+    group: Group, memory: NvlinkMemory, pair: tuple[int, int], kernel: _Kernel
+) -> float | None:
+    """The way between two ranks; ``None`` on all but the first of them."""
     torch = importlib.import_module("torch")
     group.barrier()
-    pair = leaders[:2]
-    if len(pair) < 2 or group.rank not in pair:
+    if group.rank not in pair:
         return None
     first = group.rank == pair[0]
     kernel.launch(

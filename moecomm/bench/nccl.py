@@ -1,4 +1,4 @@
-"""The same bytes by NCCL: two ``all_to_all_single``, evenly split, in place of a pair."""
+"""The same bytes by NCCL: two ``all_to_all_single`` in place of a pair."""
 
 from __future__ import annotations
 
@@ -38,18 +38,23 @@ def process_group(group: Group, index: int) -> Iterator[Any]:
         distributed.destroy_process_group()
 
 
-def pair_us(distributed: Any, group: Group, dispatch_bytes: int, combine_bytes: int) -> float:
-    """Median microseconds of dispatch's and combine's exchange. Bytes are per pair of ranks."""
+def pair_us(distributed: Any, group: Group, rows: Any, dispatch: int, combine: int) -> float:
+    """Median microseconds of dispatch's and combine's exchange.
+
+    ``rows [R, R]``: rows that go from each rank to each. ``dispatch``, ``combine``: bytes of one.
+    """
     torch = importlib.import_module("torch")
-    buffers = [
-        [torch.zeros(group.size * max(1, n), dtype=torch.uint8, device="cuda") for _ in range(2)]
-        for n in (dispatch_bytes, combine_bytes)
-    ]
+    sent, came = rows[group.rank].tolist(), rows[:, group.rank].tolist()
+    exchanges = []
+    for counts, back, width in ((sent, came, dispatch), (came, sent, combine)):
+        given, out = ([count * width for count in way] for way in (counts, back))
+        buffers = [torch.zeros(sum(n), dtype=torch.uint8, device="cuda") for n in (out, given)]
+        exchanges.append((*buffers, out, given))
 
     def chain() -> None:
         for _ in range(CHAIN):
-            for out, given in buffers:
-                distributed.all_to_all_single(out, given)
+            for exchange in exchanges:
+                distributed.all_to_all_single(*exchange)
 
     chain()
     samples = []

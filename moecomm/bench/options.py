@@ -42,6 +42,10 @@ class Options:
         pairs: dispatch and combine pairs in one graph.
         replays: timed replays of it.
         nccl: whether to time NCCL, which needs a GPU per rank.
+        check_only: compare results and time nothing: for ranks that share GPUs.
+        budget_s: cases that would begin later than this are skipped, so that there are results of
+            the others; ``None``: none are.
+        timeout_s: for everything; what is under way then has no results.
     """
 
     ranks: int = 2
@@ -64,6 +68,8 @@ class Options:
     pairs: int = 20
     replays: int = 200
     nccl: bool = True
+    check_only: bool = False
+    budget_s: float | None = None
     timeout_s: float = 600.0
     seed: int = 1
 

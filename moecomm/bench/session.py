@@ -8,7 +8,8 @@ from typing import Any
 
 from moecomm.bench.environment import environment
 from moecomm.bench.options import Options
-from moecomm.bench.worker import bench_rank
+from moecomm.bench.prepare import compile_ahead, layouts
+from moecomm.bench.worker import NO_TIME, bench_rank
 from moecomm.layout import Layout
 from moecomm.run import run
 
@@ -21,6 +22,7 @@ def run_bench(options: Options) -> dict[str, Any]:
     Raises: what a rank raises; ``TransportUnavailable`` where there is no GPU.
     """
     machine = environment()
+    compile_ahead(layouts(options))
     reports = run(
         bench_rank,
         options.ranks,
@@ -32,6 +34,18 @@ def run_bench(options: Options) -> dict[str, Any]:
     machine["link"] = reports[0]["link"]
     machine["options"] = dataclasses.asdict(options)
     return {"environment": machine, "results": list(results_of(reports, options))}
+
+
+def failed(results: list[Record]) -> list[str]:
+    """What a run must not end with: wrong results, and cases for which no time was left."""
+    found = []
+    for result in results:
+        name = " ".join(str(result[key]) for key in ("layout", "num_tokens", "routing"))
+        if result["correct"] is False:
+            found.append(f"{name}: wrong: {'; '.join(result['faults'])}")
+        elif result.get("skipped") == NO_TIME:
+            found.append(f"{name}: {NO_TIME}")
+    return found
 
 
 def results_of(reports: list[dict[str, Any]], options: Options) -> Iterator[Record]:

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import importlib
 import logging
+import math
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -31,6 +33,7 @@ CHECKED: Final = 3  # exchanges before anything is timed
 MARKED_REPLAYS: Final = 100
 HOST_PAIRS: Final = 100
 SYNC_S: Final = 120.0
+NO_TIME: Final = "no time left"
 Record = dict[str, Any]
 
 
@@ -39,15 +42,19 @@ def bench_rank(group: Group, options: Options) -> dict[str, Any]:
     torch = importlib.import_module("torch")
     index = choose_index(group, None, SYNC_S)
     torch.cuda.set_device(index)
+    deadline = time.monotonic() + (options.budget_s or math.inf)
     _say(group, "measuring the link")
     link, uuids = measure_link(group, index)
     records = []
     with contextlib.ExitStack() as scope:
         distributed = None
-        if options.nccl and len(set(uuids)) == group.size > 1:
+        if options.nccl and not options.check_only and len(set(uuids)) == group.size > 1:
             _say(group, "starting NCCL")
             distributed = scope.enter_context(nccl.process_group(group, index))
         for case in options.cases():
+            if any(group.all_gather(b"late" if time.monotonic() > deadline else b"", SYNC_S)):
+                records.append({"skipped": NO_TIME})
+                continue
             _say(group, " ".join(str(value) for value in dataclasses.astuple(case)))
             bench = _CaseBench(group, options, case, index, link, uuids)
             records.append(bench.run(distributed))
@@ -128,8 +135,10 @@ class _CaseBench:
             faults, inputs, exchange = self._check(comm)
             if any(self._group.all_gather("; ".join(faults).encode(), SYNC_S)):
                 return {"faults": faults}
-            record = self._measure(exchange)
-            record |= self._bounds(comm.layout, inputs, distributed)
+            record: Record = {}
+            if not self._options.check_only:
+                record |= self._measure(exchange)
+                record |= self._bounds(comm.layout, inputs, distributed)
             record["memory_bytes"] = comm.memory_bytes
             importlib.import_module("torch").cuda.synchronize()
             comm.check()
@@ -214,7 +223,8 @@ class _CaseBench:
         return {half: percentile(us, 50) for half, us in clock.us.items()}
 
     def _bounds(self, layout: Layout, inputs: Inputs, distributed: Any) -> Record:
-        """What no pair can beat, and NCCL with the same bytes: one row per token and rank."""
+        """What no pair can beat, and NCCL with the same bytes: one row per token and rank, to each
+        rank as many as the routing says."""
         cfg = self._cfg
         rows = rows_to_ranks(layout, inputs.idx)
         wire = cfg.hidden * itemsize(cfg.dispatch_dtype) + 4 * cfg.num_scales
@@ -225,8 +235,7 @@ class _CaseBench:
             "nccl_us_p50": None,
         }
         if distributed is not None:
-            most = int(rows.max())
-            record["nccl_us_p50"] = nccl.pair_us(distributed, self._group, most * wire, most * back)
+            record["nccl_us_p50"] = nccl.pair_us(distributed, self._group, rows, wire, back)
         return record
 
 

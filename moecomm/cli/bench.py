@@ -40,6 +40,12 @@ def bench(
     pairs: Annotated[int, typer.Option(min=1, help="Pairs in one graph.")] = 20,
     replays: Annotated[int, typer.Option(min=1, help="Timed replays of it.")] = 200,
     nccl: Annotated[bool, typer.Option(help="Time NCCL's all-to-all, too.")] = True,
+    check_only: Annotated[
+        bool, typer.Option("--check-only", help="Compare results; time nothing.")
+    ] = False,
+    budget: Annotated[
+        float | None, typer.Option(help="Skip cases that would begin later, in seconds.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--json", help="Write environment and results here.")
     ] = None,
@@ -54,10 +60,11 @@ def bench(
     Each case is checked against an oracle, then timed: pairs of dispatch and combine chained in a
     replayed CUDA graph, each half by events inside a graph, and what a call costs the host. The
     same run measures NCCL with the same bytes, and a lower bound from the links' speed. Times are
-    microseconds, of the worst rank. Exit code 1 when a result is wrong.
+    microseconds, of the worst rank. Exit code 1 when a result is wrong, or no time was left for a
+    case.
     """
     from moecomm.bench.options import Options
-    from moecomm.bench.session import run_bench
+    from moecomm.bench.session import failed, run_bench
     from moecomm.bench.table import plot as draw
     from moecomm.bench.table import plotting, table
 
@@ -82,6 +89,8 @@ def bench(
         pairs=pairs,
         replays=replays,
         nccl=nccl,
+        check_only=check_only,
+        budget_s=budget,
         timeout_s=timeout,
         seed=seed,
     )
@@ -91,7 +100,7 @@ def bench(
     typer.echo(table(found["results"]))
     if plot is not None:
         draw(found["results"], plot)
-    if any(result["correct"] is False for result in found["results"]):
+    if failed(found["results"]):
         raise typer.Exit(1)
 
 

@@ -1,0 +1,67 @@
+"""Kernels of all cases, compiled beforehand and side by side: ranks would do it one by one."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Final
+
+from moecomm.bench.options import Options
+from moecomm.cuda_driver import attribute
+from moecomm.kernels.jit import compile_kernel
+from moecomm.kernels.stages import STAGES, Variant, input_codes
+from moecomm.layout import Layout
+
+logger = logging.getLogger(__name__)
+
+MOST_PROCESSES: Final = 16
+
+
+def layouts(options: Options) -> list[Layout]:
+    """One for each problem among the cases. Routing makes no difference to kernels."""
+    problems = {options.config(case): None for case in options.cases()}
+    return [Layout(cfg, options.ranks, 0) for cfg in problems]
+
+
+def variants(wanted: Iterable[Layout]) -> list[Variant]:
+    """Every kernel that communicators of these layouts launch."""
+    return [
+        Variant("ahead", stage, layout, code)
+        for layout in wanted
+        for stage in STAGES
+        for code in (input_codes(layout.cfg) if stage == "dispatch_send" else [0])
+    ]
+
+
+def compile_ahead(wanted: Iterable[Layout]) -> None:
+    """Put all kernels into the cache that the ranks share.
+
+    Raises:
+        CompileError: one does not compile.
+    """
+    began = time.monotonic()
+    kernels = variants(wanted)
+    processes = max(1, min(MOST_PROCESSES, os.cpu_count() or 1, len(kernels)))
+    # Processes of their own: the compiler holds the interpreter's lock, and looking at the GPU
+    # here would keep a context of this process on it.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
+        arch = pool.submit(_arch).result()
+        for _ in pool.map(_compile, kernels, [arch] * len(kernels)):
+            pass
+    took = time.monotonic() - began
+    logger.info("%d kernels for %s ready after %.1f s", len(kernels), arch, took)
+
+
+def _arch() -> str:
+    return "sm_" + "".join(
+        str(attribute(0, f"COMPUTE_CAPABILITY_{part}")) for part in ("MAJOR", "MINOR")
+    )
+
+
+def _compile(variant: Variant, arch: str) -> None:
+    compile_kernel(variant.source, variant.defines, arch)
