@@ -309,6 +309,56 @@ def random_traffic_is_exact(transfer: Transfer, group: Group) -> None:
     assert len(set(checked)) == len(checked)
 
 
+def thousands_of_writes_of_random_sizes(transfer: Transfer, group: Group) -> None:
+    """More than any queue holds, to peers at random; each sender counts into one immediate."""
+    messages, room = 4000 // group.size, 4096
+    plan = [
+        [
+            (dice.randrange(group.size), min(int(dice.expovariate(1 / 300)), room))
+            for _ in range(messages)
+        ]
+        for dice in (random.Random(f"plan {sender}") for sender in range(group.size))
+    ]
+    inbox = transfer.allocate(room * messages * group.size)
+    remote = registered(transfer, group, inbox)
+    outgoing = transfer.allocate(room * messages)
+    came: list[int] = []
+    for sender in range(group.size):
+        count = sum(1 for peer, _ in plan[sender] if peer == group.rank)
+        if count:
+            transfer.expect(sender, count, lambda s=sender: came.append(s))
+        else:
+            came.append(sender)
+    for n, (peer, nbytes) in enumerate(plan[group.rank]):
+        part = outgoing.part(room * n, nbytes)
+        fill(part, payload(group.rank, n, nbytes))
+        place = remote[peer].part(room * (group.rank * messages + n), nbytes)
+        transfer.write(part, place, group.rank)
+        if n % 64 == 0:
+            transfer.progress()
+    pump(transfer, lambda: len(came) == group.size, 4 * TIMEOUT_S)
+    for sender in range(group.size):
+        for n, (peer, nbytes) in enumerate(plan[sender]):
+            here = inbox.part(room * (sender * messages + n), room)
+            expected = payload(sender, n, nbytes) if peer == group.rank else b""
+            assert read(here) == expected.ljust(room, b"\0"), (sender, n)
+
+
+def operations_tell_when_they_are_done(transfer: Transfer, group: Group) -> None:
+    region = transfer.allocate(64 * group.size)
+    remote = registered(transfer, group, region)
+    src = transfer.allocate(64)
+    operations = [transfer.write(src, peer.part(64 * group.rank, 64)) for peer in remote]
+    sent: list[int] = []
+    operations.append(transfer.scatter(transfer.peer_group([]), [], 1, lambda: sent.append(1)))
+    everyone = transfer.peer_group(range(group.size))
+    operations.append(transfer.barrier(everyone, 1))
+    pump(transfer, lambda: all(operation.done for operation in operations))
+    assert [operation.error for operation in operations] == [None] * len(operations)
+    assert sent == [1], "a scatter to nobody is done"
+    assert transfer.outstanding == 0
+
+
 def bad_writes_are_refused_before_anything_is_written(transfer: Transfer, group: Group) -> None:
     region = transfer.allocate(4096)
     remote = registered(transfer, group, region)[0]
@@ -366,6 +416,8 @@ TRANSFER_CHECKS = {
         scatter_gives_each_peer_its_slice,
         a_source_may_change_once_sent,
         random_traffic_is_exact,
+        thousands_of_writes_of_random_sizes,
+        operations_tell_when_they_are_done,
         bad_writes_are_refused_before_anything_is_written,
         nothing_works_after_close,
     )

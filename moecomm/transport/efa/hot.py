@@ -7,7 +7,6 @@ one per slot of the engine, and are the provider's until the completion.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Final
 
 from moecomm.transport.efa import abi as A
@@ -221,18 +220,3 @@ def POLL(state, events, capacity):
         if read < wanted:
             break
     return filled
-
-
-def prepare_templates(state: int) -> None:
-    """Fill in what is the same in every post."""
-    for offset, value in {
-        MSG_RMA + A.MSG_RMA_IOV: state + IOV,
-        MSG_RMA + A.MSG_RMA_DESC: state + DESC,
-        MSG_RMA + A.MSG_RMA_IOV_COUNT: 1,  # also where nothing is written: rxm crashes on 0
-        MSG_RMA + A.MSG_RMA_RMA_IOV: state + RMA_IOV,
-        MSG_RMA + A.MSG_RMA_RMA_IOV_COUNT: 1,
-        MSG + A.MSG_IOV: state + IOV,
-        MSG + A.MSG_DESC: state + DESC,
-        MSG + A.MSG_IOV_COUNT: 1,
-    }.items():
-        ctypes.c_uint64.from_address(state + offset).value = value

@@ -22,7 +22,8 @@ from moecomm.transport.efa.library import (
     text,
     word,
 )
-from moecomm.transport.engine.blocks import Block, Parts
+from moecomm.transport.efa.posting_state import Functions, PostingState
+from moecomm.transport.engine.blocks import Block
 from moecomm.transport.engine.provider import Hooks, Limits, Registration, Sizing
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class FabricNic:
     @property
     def hooks(self) -> Hooks:
         """See ``Nic.hooks``."""
-        return Hooks(hot.POST, hot.POLL, self._state)
+        return Hooks(hot.POST, hot.POLL, self._posting.address)
 
     def address(self) -> bytes:
         """See ``Nic.address``."""
@@ -101,7 +102,7 @@ class FabricNic:
                     operation="connect",
                     code=-code,
                 )
-            set_word(self._parts.address("peers"), 8 * self._num_peers, out.value)
+            self._posting.set_peer(self._num_peers, out.value)
             self._num_peers += 1
 
     def register(
@@ -320,49 +321,20 @@ class FabricNic:
         return int(out.value)
 
     def _lay_out(self, depth: int) -> None:
-        """The memory of ``hot.py``."""
-        sizing, parts = self._sizing, Parts()
-        for name, nbytes in (
-            ("state", hot.STATE_BYTES),
-            ("peers", 8 * sizing.num_peers),
-            ("contexts", depth * abi.CONTEXT_BYTES),
-            ("receives", sizing.num_messages * abi.CONTEXT_BYTES),
-            ("idle", 4 * sizing.num_messages),
-        ):
-            parts.add(name, nbytes)
-        self._parts, self._block = parts, parts.allocate()
-        self._state = parts.address("state")
-        self._buffers = Block(sizing.num_messages * sizing.message_bytes)
-        desc = 0
-        if sizing.num_messages:
-            region = Region(self._buffers.address, self._buffers.nbytes)
-            desc = self.register(region).local_key
-        fabric, state = self._fabric, self._state
-        for offset, value in {
-            hot.WRITEMSG: function(self._ep, abi.EP_RMA, abi.RMA_OPS_WRITEMSG),
-            hot.SENDMSG: function(self._ep, abi.EP_MSG, abi.MSG_OPS_SENDMSG),
-            hot.RECVMSG: function(self._ep, abi.EP_MSG, abi.MSG_OPS_RECVMSG),
-            hot.CQ_READ: function(self._cq, abi.CQ_OPS, abi.CQ_OPS_READ),
-            hot.CQ_READERR: function(self._cq, abi.CQ_OPS, abi.CQ_OPS_READERR),
-            hot.EP: self._ep,
-            hot.CQ: self._cq,
-            hot.PEERS: parts.address("peers"),
-            hot.CONTEXTS: parts.address("contexts"),
-            hot.NUM_CONTEXTS: depth,
-            hot.MORE: abi.FI_MORE if fabric.batches else 0,
-            hot.FLAGS: abi.FI_COMPLETION | fabric.op_flags,
-            hot.RECEIVES: parts.address("receives"),
-            hot.NUM_RECEIVES: sizing.num_messages,
-            hot.RECEIVE_BUFFERS: self._buffers.address,
-            hot.RECEIVE_BYTES: sizing.message_bytes,
-            hot.RECEIVE_DESC: desc,
-            hot.IDLE: parts.address("idle"),
-            hot.NUM_IDLE: sizing.num_messages,
-        }.items():
-            set_word(state, offset, value)
-        hot.prepare_templates(state)
-        for number in range(sizing.num_messages):
-            set_half(parts.address("idle"), 4 * number, number)
+        functions = Functions(
+            writemsg=function(self._ep, abi.EP_RMA, abi.RMA_OPS_WRITEMSG),
+            sendmsg=function(self._ep, abi.EP_MSG, abi.MSG_OPS_SENDMSG),
+            recvmsg=function(self._ep, abi.EP_MSG, abi.MSG_OPS_RECVMSG),
+            cq_read=function(self._cq, abi.CQ_OPS, abi.CQ_OPS_READ),
+            cq_readerr=function(self._cq, abi.CQ_OPS, abi.CQ_OPS_READERR),
+            ep=self._ep,
+            cq=self._cq,
+        )
+        flags = abi.FI_COMPLETION | self._fabric.op_flags
+        more = abi.FI_MORE if self._fabric.batches else 0
+        self._posting = PostingState(functions, self._sizing, depth, flags, more)
+        if self._posting.receives is not None:
+            self._posting.set_receive_key(self.register(self._posting.receives).local_key)
 
 
 class FabricOpener:

@@ -60,9 +60,10 @@ class Commands:
         local: Place,
         nbytes: int,
         remote: Place,
+        flags: int = 0,
     ) -> None:
         """Append a command; ``imm`` of ``None``: without one."""
-        flags = 0 if imm is None else R.HAS_IMM
+        flags |= 0 if imm is None else R.HAS_IMM
         self.data += _POST.pack(
             peer, nic, kind, flags, imm or 0, 0, local.address & MASK, local.key & MASK, nbytes,
             remote.address & MASK, remote.key & MASK, 0,

@@ -26,8 +26,14 @@ from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.jit import inner
 from moecomm.transport.engine.native import ld32, ld64, ld64_acquire, st8, st16, st32, st64
-from moecomm.transport.engine.posting import add_to_batch, channel_at, flush, may_post, nic_at, owe
-from moecomm.transport.engine.provider import MAX_BURST
+from moecomm.transport.engine.posting import (
+    add_to_batch,
+    channel_at,
+    make_room,
+    may_post,
+    nic_at,
+    owe,
+)
 
 
 @inner
@@ -54,8 +60,7 @@ def _write_credits(engine, index, post):
     news = sent != ld64(channel + S.CH_ANNOUNCED) or granted != ld64(channel + S.CH_TOLD_GRANT)
     if not news or ld64(channel + S.CH_BUSY) != 0 or ld64(channel + S.CH_CODE) != 0:
         return 0  # a write under way looks again when it is done
-    if ld64(nic + S.NIC_BATCH_COUNT) >= MAX_BURST:
-        flush(engine, nic_index)
+    make_room(engine, nic_index)
     if not may_post(nic, channel):
         owe(engine, index)
         return 0

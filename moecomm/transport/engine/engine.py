@@ -241,7 +241,7 @@ class TransferEngine(Writes):
         commands = Commands(Queued("abort", 0, 0))
         for peer in range(self.size):
             if peer != self.rank:
-                self._write_word(commands, peer, S.ROW_MY_ABORT, S.ROW_ABORT, code)
+                self._write_word(commands, peer, S.ROW_MY_ABORT, S.ROW_ABORT, code, S.ANYWAY)
         return self._queue(commands)
 
     def __enter__(self) -> Self:
@@ -253,7 +253,13 @@ class TransferEngine(Writes):
     # ---- Inside ---------------------------------------------------------------------------------
 
     def _write_word(
-        self, commands: Commands, peer: int, source: int, target: int, value: int
+        self,
+        commands: Commands,
+        peer: int,
+        source: int,
+        target: int,
+        value: int,
+        flags: int = 0,
     ) -> None:
         """Append a write of one word of the control row for ``peer``, by NIC 0."""
         offset = self._memory.row(0, peer) + source
@@ -261,7 +267,7 @@ class TransferEngine(Writes):
         local = Place(self._memory.control.address + offset, self._control.nics[0].local_key)
         remote = self._control_target(0, peer)
         remote = Place(remote.address + target, remote.key)
-        commands.add(R.WRITE, peer, 0, None, local, 8, remote)
+        commands.add(R.WRITE, peer, 0, None, local, 8, remote, flags)
 
     def _send_message(self, operation: Queued, peer: int, offset: int, nbytes: int) -> None:
         commands = Commands(operation)

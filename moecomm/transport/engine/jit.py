@@ -62,6 +62,8 @@ def load(*modules: str) -> None:
     """Import modules with hot functions. Processes that find nothing compiled take turns, so that
     one compiles and the others load: a loop takes some seconds."""
     if all(module in sys.modules for module in modules):
+        for module in modules:
+            importlib.import_module(module)  # waits for a thread that is still at it
         return
     folder = default_cache().folder(_digest())
     with exclusive(folder / ".lock", _COMPILE_TIMEOUT_S):

@@ -30,7 +30,9 @@ from moecomm.transport.engine.posting import (
     end_channel,
     flush,
     free_slot,
+    is_closed_to,
     lose_posts,
+    make_room,
     nic_at,
     owe,
     serve_lines,
@@ -85,11 +87,11 @@ def _obey(engine, command):
     peers = ld64(engine + S.NUM_PEERS)
     index = ld16(command + R.POST_NIC) * peers + ld32(command + R.POST_PEER)
     channel = channel_at(engine, index)
+    make_room(engine, index // peers)
     if ld64(channel + S.CH_FIRST) == 0 and admit(engine, index, command):
         return
-    code = ld64(channel + S.CH_CODE)
-    if code != 0:
-        piece_done(engine, op, S.PEER_FAILED, code, index)
+    if is_closed_to(channel, command):
+        piece_done(engine, op, S.PEER_FAILED, ld64(channel + S.CH_CODE), index)
     else:
         stand_last(engine, index, command)
 
@@ -229,7 +231,7 @@ def _tick(engine, now):
     if gap < _TICK_NS:
         return
     st64(engine + S.LAST_TICK, now)
-    stalled = now - before if now - before > _STALL_NS and before != 0 else 0
+    stalled = now - before if now - before > _STALL_NS else 0
     _look_for_silence(engine, now, stalled)
     _look_for_aborts(engine)
     for nic in range(ld64(engine + S.NUM_NICS)):
@@ -284,6 +286,7 @@ def run(engine, scratch):
 
     ``scratch``: ``POST_BYTES`` of this thread's own.
     """
+    st64(engine + S.NOW, clock_ns(engine))
     st64_release(engine + S.PHASE, S.RUNNING)
     while ld64(engine + S.FAULT) == 0:
         command = ld64_acquire(engine + S.COMMAND)

@@ -23,6 +23,7 @@ from moecomm.transport.engine.native import (
 from moecomm.transport.engine.provider import MAX_BURST
 
 _c_post = c_function("i64", "i64", "i64", "i64")
+_REFUSALS = 4  # of different channels in one batch: the queue itself is full
 
 
 @inner
@@ -44,6 +45,12 @@ def copy_post(target, source):
 @inner
 def causes_arrival(post):
     return ld8(post + R.POST_KIND) == R.SEND or (ld8(post + R.POST_FLAGS) & R.HAS_IMM) != 0
+
+
+@inner
+def is_closed_to(channel, post):
+    """Whether the channel has ended, and the post is not one for that very case."""
+    return ld64(channel + S.CH_CODE) != 0 and (ld8(post + R.POST_FLAGS) & S.ANYWAY) == 0
 
 
 @inner
@@ -143,9 +150,10 @@ def free_slot(nic, slot):
 
 @inner
 def may_post(nic, channel):
-    """Whether queues have room, as far as the engine counts."""
+    """Whether batch and queues have room, as far as the engine counts."""
     return (
-        ld64(nic + S.NIC_FREE_TAIL) != ld64(nic + S.NIC_FREE_HEAD)
+        ld64(nic + S.NIC_BATCH_COUNT) < MAX_BURST
+        and ld64(nic + S.NIC_FREE_TAIL) != ld64(nic + S.NIC_FREE_HEAD)
         and ld64(channel + S.CH_IN_FLIGHT) < ld64(nic + S.NIC_PEER_DEPTH)
         and ld64(nic + S.NIC_FULL) == 0
     )
@@ -174,13 +182,18 @@ def add_to_batch(engine, nic, index, post, op, kind):
 
 
 @inner
+def make_room(engine, nic_index):
+    """Flush a full batch. What is put back may change any line: call it before looking at one."""
+    if ld64(nic_at(engine, nic_index) + S.NIC_BATCH_COUNT) >= MAX_BURST:
+        flush(engine, nic_index)
+
+
+@inner
 def admit(engine, index, command):
     """Post the command with the next batch if queues and credits allow; whether they do."""
     peers = ld64(engine + S.NUM_PEERS)
     nic, channel = nic_at(engine, index // peers), channel_at(engine, index)
-    if ld64(nic + S.NIC_BATCH_COUNT) >= MAX_BURST:
-        flush(engine, index // peers)
-    if not may_post(nic, channel) or ld64(channel + S.CH_CODE) != 0:
+    if not may_post(nic, channel) or is_closed_to(channel, command):
         return False
     if causes_arrival(command):
         sent = ld64(channel + S.CH_SENT)
@@ -201,7 +214,7 @@ def serve_lines(engine, limit):
     """Post from the lines of up to ``limit`` channels; how many commands."""
     head = ld64(engine + S.ACTIVE_HEAD)
     waiting = ld64(engine + S.ACTIVE_TAIL) - head
-    moved = 0
+    peers, moved = ld64(engine + S.NUM_PEERS), 0
     for turn in range(min(waiting, limit)):
         place = (head + turn) & (ld64(engine + S.ACTIVE_SIZE) - 1)
         index = ld32(ld64(engine + S.ACTIVE) + place * 4)
@@ -209,7 +222,10 @@ def serve_lines(engine, limit):
         channel = channel_at(engine, index)
         st64(channel + S.CH_IS_ACTIVE, 0)
         burst = 0
-        while burst < MAX_BURST and ld64(channel + S.CH_FIRST) != 0:
+        while burst < MAX_BURST:
+            make_room(engine, index // peers)
+            if ld64(channel + S.CH_FIRST) == 0:
+                break
             if not admit(engine, index, _place(engine, ld64(channel + S.CH_FIRST))):
                 break
             _leave_line(engine, channel)
@@ -225,24 +241,50 @@ def serve_lines(engine, limit):
 
 @inner
 def flush(engine, nic_index):
-    """Hand the batch to the NIC; what it does not take goes back to the front of its line."""
+    """Hand the batch to the NIC. What it does not take goes back to the front of its line.
+
+    A full queue and a peer that cannot take anything yet look alike, so the posts to other peers
+    are tried behind the one that was refused, until several have been.
+    """
     nic = nic_at(engine, nic_index)
-    count = ld64(nic + S.NIC_BATCH_COUNT)
-    if count == 0:
-        return
+    left = ld64(nic + S.NIC_BATCH_COUNT)
     st64(nic + S.NIC_BATCH_COUNT, 0)
-    batch = ld64(nic + S.NIC_BATCH)
-    accepted = _c_post(ld64(nic + S.NIC_POST), ld64(nic + S.NIC_STATE), batch, count)
-    first = accepted
-    if accepted < 0:
-        _refused_for_good(engine, nic, ld32(batch + R.POST_CONTEXT), -accepted)
-        first, accepted = 1, 0
-    st64(engine + S.POSTED, ld64(engine + S.POSTED) + accepted)
-    if first < count:
+    batch, refusals = ld64(nic + S.NIC_BATCH), 0
+    while left > 0:
+        accepted = _c_post(ld64(nic + S.NIC_POST), ld64(nic + S.NIC_STATE), batch, left)
+        if accepted < 0:
+            _refused_for_good(engine, nic, ld32(batch + R.POST_CONTEXT), -accepted)
+            batch, left = batch + R.POST_BYTES, left - 1
+            continue
+        st64(engine + S.POSTED, ld64(engine + S.POSTED) + accepted)
+        batch, left = batch + accepted * R.POST_BYTES, left - accepted
+        if left > 0:
+            refusals += 1
+            left = _put_back_some(engine, nic, batch, left, refusals >= _REFUSALS)
+    if refusals >= _REFUSALS:
         st64(nic + S.NIC_FULL, 1)
-        st64(engine + S.REFUSED, ld64(engine + S.REFUSED) + count - first)
-    for back in range(count - first):
-        _put_back(engine, nic, batch + (count - 1 - back) * R.POST_BYTES)
+
+
+@inner
+def _put_back_some(engine, nic, batch, count, everything):
+    """Put back the first post and the others of its channel, or all; how many are left."""
+    first = ld32(slot_at(nic, ld32(batch + R.POST_CONTEXT)) + S.SLOT_CHANNEL)
+    for back in range(count):
+        post = batch + (count - 1 - back) * R.POST_BYTES
+        slot = ld32(post + R.POST_CONTEXT)
+        if everything or ld32(slot_at(nic, slot) + S.SLOT_CHANNEL) == first:
+            st64(engine + S.REFUSED, ld64(engine + S.REFUSED) + 1)
+            st64(post + R.POST_SEQUENCE, -1)
+            _put_back(engine, nic, post)
+        else:
+            st64(post + R.POST_SEQUENCE, 0)
+    kept = 0
+    for n in range(count):
+        post = batch + n * R.POST_BYTES
+        if ld64(post + R.POST_SEQUENCE) == 0:
+            copy_post(batch + kept * R.POST_BYTES, post)
+            kept += 1
+    return kept
 
 
 @inner
@@ -264,7 +306,7 @@ def _put_back(engine, nic, post):
         return
     if causes_arrival(post):
         st64(channel + S.CH_SENT, ld64(channel + S.CH_SENT) - 1)
-    if ld64(channel + S.CH_CODE) != 0:
+    if is_closed_to(channel, post):
         piece_done(engine, op, S.PEER_FAILED, ld64(channel + S.CH_CODE), index)
         return
     st32(post + R.POST_CONTEXT, op)

@@ -83,6 +83,9 @@ ENDED: Final = 3
 EXPECT: Final = 16  # POST_IMM has come POST_NBYTES times: the operation is done
 FORGET: Final = 17  # no longer waited for
 
+# In POST_FLAGS, beside HAS_IMM.
+ANYWAY: Final = 2  # also to a peer to whom an earlier post has failed: a last word to it
+
 # ---- Operation ----------------------------------------------------------------------------------
 OP_BYTES: Final = 64
 OP_PENDING: Final = 0  # posts that are still to be done; 0: the operation is done
