@@ -1,7 +1,8 @@
 """Fixtures and hardware markers shared by all tests.
 
 A test marked ``gpu``, ``gpus(n)`` or ``nic`` is skipped where that hardware is missing, and the
-reason names what is missing. ``MOECOMM_TEST_STRICT=1`` turns those skips into failures, for a
+reason names what is missing; ``nic`` tests run in a virtual machine instead, where there can be one
+(see ``vm/plugin.py``). ``MOECOMM_TEST_STRICT=1`` turns those skips into failures, for a
 machine that is meant to have everything.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+from vm import plugin as guest
 
 # Examples start processes' worth of emulated kernels: a busy machine is no reason to fail. In CI
 # the same examples each time, so that a red run repeats.
@@ -76,9 +78,14 @@ def _missing_for(item: pytest.Item) -> str:
         found, why = _gpu_count()
         if found < wanted:
             return f"needs {wanted} GPU(s), found {found}: {why or 'too few devices'}"
-    if item.get_closest_marker("nic") and _nic_missing():
-        return f"needs an RDMA NIC: {_nic_missing()}"
+    if item.get_closest_marker("nic") and _nic_missing() and guest.missing():
+        return f"needs an RDMA NIC ({_nic_missing()}), or {guest.missing()}"
     return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if _nic_missing() and not guest.missing():
+        guest.replace_items(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -87,6 +94,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         return
     if os.environ.get("MOECOMM_TEST_STRICT") == "1":
         pytest.fail(f"{missing} (MOECOMM_TEST_STRICT=1 forbids this skip)", pytrace=False)
+    if item.get_closest_marker("nic") and guest.mode() == "required":
+        pytest.fail(f"{missing} (MOECOMM_TEST_VM=required forbids this skip)", pytrace=False)
     pytest.skip(missing)
 
 
