@@ -83,6 +83,21 @@ VARIABLES: Final = (
         "path of the libfabric.so.1 to load",
     ),
     Variable(
+        "RDMA_PORTS",
+        "every active RDMA port of the first one's kind",
+        "RDMA ports to use, in order: mlx5_0,mlx5_1 or mlx5_0:2 for its second port",
+    ),
+    Variable(
+        "RDMA_BOOTSTRAP",
+        "datagrams",
+        "how ranks of transport='verbs' connect: by datagrams, or over the group's store",
+    ),
+    Variable(
+        "GID_INDEX",
+        "RoCE v2 before v1, IPv4 before IPv6",
+        "which entry of the RDMA ports' address tables to use",
+    ),
+    Variable(
         "STORE",
         "MASTER_ADDR:MASTER_PORT of the launcher",
         "host:port where the ranks of Group.from_env meet; IPv6 as [::1]:29500",

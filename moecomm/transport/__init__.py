@@ -24,7 +24,7 @@ TRANSPORTS: Final[dict[str, str | None]] = {
     "loopback": "moecomm.transport.loopback",
     "nvlink": "moecomm.transport.nvlink",
     "nvshmem": None,
-    "verbs": None,
+    "verbs": "moecomm.transport.verbs",
     "efa": "moecomm.transport.efa",
 }
 # The same for memory on GPUs: open_memory(group, index).

@@ -1,0 +1,101 @@
+"""The ``verbs`` transport: a transfer engine over libibverbs (ConnectX and other RDMA devices, on
+InfiniBand or RoCE, and soft-RoCE).
+
+A thin layer over the system's ``libibverbs.so.1``, without a binding in between: ``abi`` has the
+library's structures, ``library`` its functions, ``nic`` is what the engine drives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from moecomm import env
+from moecomm.errors import ConfigError, TransportUnavailable
+from moecomm.transport.engine import topology
+from moecomm.transport.verbs.devices import Port, choose_ports
+
+if TYPE_CHECKING:
+    from moecomm.group import Group
+    from moecomm.transport.engine import EngineOptions, TransferEngine
+    from moecomm.transport.verbs.queues import Parameters
+
+BOOTSTRAPS: Final = ("datagrams", "store")
+
+
+def open_memory(group: Group) -> TransferEngine:
+    """What ``moecomm.transport.open_memory("verbs", group)`` returns."""
+    return open_engine(group)
+
+
+def open_engine(
+    group: Group,
+    ports: Sequence[str] | None = None,
+    *,
+    num_nics: int | None = None,
+    parameters: Parameters | None = None,
+    gid_index: int | None = None,
+    bootstrap: str | None = None,
+    options: EngineOptions | None = None,
+    cuda_device: int | None = None,
+) -> TransferEngine:
+    """A transfer engine over RDMA ports. Collective over ``group``.
+
+    Args:
+        ports: names of ports, such as ``"mlx5_0"`` or ``"mlx5_0:2"``; ``None``: what
+            ``MOECOMM_RDMA_PORTS`` says, else every active one (near the GPU, if there is one).
+        num_nics: how many of them; ``None``: what ``MOECOMM_NICS`` says, else all.
+        parameters: of the connections.
+        gid_index: which of a port's addresses; ``None``: what ``MOECOMM_GID_INDEX`` says, else the
+            best one.
+        bootstrap: how ranks connect: by ``"datagrams"``, or over the group's ``"store"``; ``None``:
+            what ``MOECOMM_RDMA_BOOTSTRAP`` says, else by datagrams.
+
+    Raises: as ``TransferEngine``, and ``ConfigError``: no such port, address or bootstrap.
+    """
+    from moecomm.transport.engine import jit
+    from moecomm.transport.engine.engine import TransferEngine
+    from moecomm.transport.verbs.bootstrap import StoreBootstrap
+    from moecomm.transport.verbs.nic import VerbsOpener
+    from moecomm.transport.verbs.queues import Parameters
+
+    if group.simulation is not None:
+        raise TransportUnavailable(
+            "transport='verbs' runs in real time: a simulation has 'loopback' alone"
+        )
+    bootstrap = bootstrap or env.get("RDMA_BOOTSTRAP") or BOOTSTRAPS[0]
+    if bootstrap not in BOOTSTRAPS:
+        raise ConfigError(f"bootstrap={bootstrap!r}: must be one of {', '.join(BOOTSTRAPS)}")
+    prefix = group.instance_key("verbs")
+    over_store = partial(StoreBootstrap, group.store, prefix) if bootstrap == "store" else None
+    jit.load("moecomm.transport.verbs.hooks")
+    nics = [
+        VerbsOpener(port, parameters or Parameters(), gid_index, over_store)
+        for port in choose(ports, num_nics, cuda_device)
+    ]
+    return TransferEngine(group, nics, options=options, cuda_device=cuda_device)
+
+
+def choose(
+    names: Sequence[str] | None, num_nics: int | None, cuda_device: int | None
+) -> list[Port]:
+    """The ports that ``open_engine`` uses.
+
+    Raises:
+        ConfigError: no such port, or too few.
+        TransportUnavailable: none that works.
+    """
+    named = names is not None or env.get("RDMA_PORTS") is not None
+    ports = choose_ports(names)
+    if cuda_device is not None and not named:
+        found = [port.device for port in ports]
+        near = topology.nearest(found, topology.pci_address_of(cuda_device))
+        ports = [port for port in ports if port.device in near]
+    if num_nics is None:
+        num_nics = env.integer("NICS", 1, 64)
+    if num_nics is not None and num_nics > len(ports):
+        raise ConfigError(
+            f"num_nics={num_nics}: there are {len(ports)} ports ({', '.join(map(str, ports))})"
+        )
+    return ports[:num_nics]
