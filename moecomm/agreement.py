@@ -24,6 +24,8 @@ def agree(group: Group, cfg: MoeConfig, extra: dict[str, Any], timeout_s: float)
         PeerTimeout: a rank did not come.
     """
     mine = dataclasses.asdict(cfg) | extra
+    if cfg.coded is not None:
+        mine["codec"] = str(cfg.coded)  # with a hash of its functions
     everyone = [json.loads(blob) for blob in group.all_gather(json.dumps(mine).encode(), timeout_s)]
     for field in mine:
         ranks_by_value: dict[str, list[int]] = {}

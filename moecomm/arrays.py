@@ -271,7 +271,7 @@ def _wrap_cuda(found: ArrayView, num_bytes: int, index: int) -> Any:
 
 
 def _cupy_dtype(name: str) -> np.dtype[Any]:
-    return dtypes.numpy_dtype("uint8" if name == "float8_e4m3fn" else name)
+    return dtypes.numpy_dtype("uint8" if name.startswith("float8") else name)
 
 
 def _only_cupy_on_cuda(kind: Kind) -> Any:

@@ -22,6 +22,14 @@ IDX_DTYPES: Final = ("int32", "int64")
 CAST_DTYPES: Final = ("bfloat16", "float16", "float32")  # also what weights may be
 
 
+def input_dtypes(cfg: MoeConfig) -> tuple[str, ...]:
+    """Element types that ``x`` may have."""
+    if cfg.coded is not None:
+        return CAST_DTYPES
+    wire = cfg.dispatch_dtype
+    return (wire, *CAST_DTYPES) if wire == FP8 else (wire,)
+
+
 @dataclass(frozen=True, slots=True)
 class DispatchInputs:
     """Inputs of one dispatch, ready for kernels. Holds the memory: keep it while they run.
@@ -222,8 +230,10 @@ def _check_shape(
 
 
 def _check_x_dtype(cfg: MoeConfig, x: ArrayView) -> ArrayView:
-    wanted = cfg.dispatch_dtype
-    allowed = (wanted, *CAST_DTYPES) if wanted == FP8 else (wanted,)
+    wanted, allowed = cfg.dispatch_dtype, input_dtypes(cfg)
+    if cfg.coded is not None:
+        _check_dtype("x", x, allowed, f"codec={cfg.coded.name!r} encodes it")
+        return x
     if wanted == FP8 and x.kind == "cupy" and x.dtype == "uint8":
         return replace(x, dtype=FP8)  # CuPy has no fp8: its users carry the bits as bytes
     _check_dtype("x", x, allowed, f"dispatch_dtype={wanted!r}")
@@ -244,6 +254,10 @@ def _check_weights(
 def _check_scale(
     cfg: MoeConfig, x_scale: Any, x: ArrayView, device: Device, stream: int | None
 ) -> ArrayView | None:
+    if x_scale is not None and cfg.coded is not None:
+        raise ConfigError(
+            f"x_scale given with codec={cfg.coded.name!r}: the codec makes the scales"
+        )
     scaled = cfg.scale_block is not None and x.dtype == FP8
     if x_scale is None:
         if scaled:

@@ -91,7 +91,8 @@ class MoeComm(Communicator):
         """Send every token to the ranks that host its experts.
 
         Args:
-            x: [T, H], ``dispatch_dtype``; for fp8 also bf16, fp16 or fp32, cast on the way.
+            x: [T, H], ``dispatch_dtype``; for fp8 also bf16, fp16 or fp32, cast on the way; with a
+                codec bf16, fp16 or fp32.
             topk_idx: [T, K] int32 or int64; -1: no expert. An expert named twice in a row gets
                 the token once, and its weights add.
             topk_weights: [T, K] float32 (bf16 and fp16 are converted); needed here when

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from moecomm.codecs.definition import Codec, find
 from moecomm.errors import ConfigError
 
 LAYOUTS: Final = ("batched", "grouped", "rank")
@@ -12,6 +13,7 @@ WIRES: Final = ("auto", "lines", "flags")
 REDUCES: Final = ("receiver", "sender")
 DISPATCH_DTYPES: Final = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 COMBINE_DTYPES: Final = ("bfloat16", "float16", "float32")
+DECODED_DTYPES: Final = ("bfloat16", "float16", "float32")
 SCALE_BLOCKS: Final = (16, 32, 64, 128, 256, 512)
 MAX_TOP_K: Final = 32  # one lane of a warp per routing slot
 MAX_EXPERTS: Final = 2048  # per-expert counters live in shared memory
@@ -38,6 +40,11 @@ class MoeConfig:
         scale_block: columns that share one float32 scale (fp8 only): 16, 32, 64, 128, 256 or 512.
             The last block may be partial. ``None``: no scales.
         scale_pow2: round scales up to powers of two (what UE8M0 can hold); still float32.
+        codec: how rows are encoded instead: a codec or its name (``docs/codecs.md``). The input is
+            then bf16, fp16 or fp32, and the three fields above stay as they are. ``None`` or
+            ``"copy"``: what they say.
+        decode_to: with a codec: rows are decoded on arrival, to ``bfloat16``, ``float16`` or
+            ``float32``. ``None``: ``recv.x`` is what travelled, beside its scales.
         combine_dtype: what travels back, and the dtype of the output.
         layout: how received rows lie; see ``moecomm.Received``.
         expert_alignment: ``grouped`` only: every expert's first row is a multiple of this.
@@ -65,6 +72,8 @@ class MoeConfig:
     dispatch_dtype: str = "bfloat16"
     scale_block: int | None = None
     scale_pow2: bool = False
+    codec: Codec | str | None = None
+    decode_to: str | None = None
     combine_dtype: str = "bfloat16"
     layout: LayoutName = "batched"
     expert_alignment: int = 1
@@ -78,8 +87,11 @@ class MoeConfig:
     num_sms: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.codec, str):
+            object.__setattr__(self, "codec", find(self.codec))
         self._check_sizes()
         self._check_choices()
+        self._check_codec()
         self._check_combinations()
 
     def _check_sizes(self) -> None:
@@ -114,6 +126,25 @@ class MoeConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
 
+    def _check_codec(self) -> None:
+        if self.codec is None:
+            if self.decode_to is not None:
+                raise ConfigError(f"decode_to={self.decode_to!r}: needs a codec that decodes")
+            return
+        if not isinstance(self.codec, Codec):
+            raise ConfigError(f"codec={self.codec!r}: must be a codec, or the name of one")
+        _choice("decode_to", self.decode_to, (None, *DECODED_DTYPES))
+        for name, default in (
+            ("dispatch_dtype", "bfloat16"),
+            ("scale_block", None),
+            ("scale_pow2", False),
+        ):
+            if getattr(self, name) != default:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} with codec={self.codec.name!r}: the codec "
+                    f"says what travels; leave {name} as it is"
+                )
+
     def _check_combinations(self) -> None:
         if self.scale_block is not None:
             _choice("scale_block", self.scale_block, SCALE_BLOCKS)
@@ -136,9 +167,31 @@ class MoeConfig:
             )
 
     @property
+    def coded(self) -> Codec | None:
+        """``codec``, which is not a name any more."""
+        return self.codec if isinstance(self.codec, Codec) else None
+
+    @property
+    def wire_dtype(self) -> str:
+        """What travels to the experts."""
+        return self.dispatch_dtype if self.coded is None else self.coded.wire_dtype
+
+    @property
+    def recv_dtype(self) -> str:
+        """What ``recv.x`` is."""
+        return self.decode_to or self.wire_dtype
+
+    @property
     def num_scales(self) -> int:
-        """Scales per token row (the last block may be partial); 0 without ``scale_block``."""
+        """Scales of a token's row that travel (the last block may be partial); 0: none."""
+        if self.coded is not None:
+            return self.coded.num_scales(self.hidden)
         return -(-self.hidden // self.scale_block) if self.scale_block else 0
+
+    @property
+    def recv_scales(self) -> int:
+        """Scales of a row of ``recv.x``; 0: ``recv.x_scale`` is ``None``."""
+        return 0 if self.decode_to else self.num_scales
 
     @property
     def weights_travel(self) -> bool:

@@ -19,6 +19,8 @@ BF16: Final = 0
 F16: Final = 1
 F32: Final = 2
 F8E4M3: Final = 3
+BITS8: Final = 4  # one byte or two of which only a codec knows the meaning
+BITS16: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,9 @@ DTYPES: Final[dict[str, Dtype]] = {
         Dtype("float16", 2, F16),
         Dtype("float32", 4, F32),
         Dtype("float8_e4m3fn", 1, F8E4M3, in_ml_dtypes=True),
+        Dtype("float8_e5m2", 1, in_ml_dtypes=True),
+        Dtype("int8", 1),
+        Dtype("int16", 2),
         Dtype("int32", 4),
         Dtype("int64", 8),
         Dtype("uint8", 1),

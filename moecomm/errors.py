@@ -2,7 +2,8 @@
 
     MoecommError
     ├── ConfigError (ValueError)           an argument breaks a rule; nothing was written
-    │   └── DtypeError (TypeError)         the argument has the wrong dtype or kind
+    │   ├── DtypeError (TypeError)         the argument has the wrong dtype or kind
+    │   └── CodecError                     a codec's function breaks a rule
     ├── StateError (RuntimeError)          a call in the wrong order, or on something closed
     ├── CompileError (RuntimeError)        a kernel does not compile; holds the compiler's log
     ├── TransportUnavailable (RuntimeError)  a library, device or permission is missing here
@@ -29,6 +30,10 @@ class ConfigError(MoecommError, ValueError):
 
 class DtypeError(ConfigError, TypeError):
     """An argument has a dtype, or is a kind of object, that is not accepted."""
+
+
+class CodecError(ConfigError):
+    """A function of a codec breaks a rule. The message names codec, function and rule."""
 
 
 class StateError(MoecommError, RuntimeError):

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from moecomm import dtypes
 from moecomm.arrays import Device
-from moecomm.checks import CAST_DTYPES, FP8
+from moecomm.checks import FP8, input_dtypes
 from moecomm.config import MoeConfig
 
 ROW_ALIGN: Final = 15  # address bits that must be 0: kernels move 16-byte words
@@ -149,14 +149,14 @@ class FastTensors:
         torch = sys.modules.get("torch")
         if self._tensor is not None or torch is None or type(array) is not torch.Tensor:
             return False
-        cfg, wire = self._cfg, self._cfg.dispatch_dtype
+        cfg = self._cfg
         self._empty = torch.empty
         self._float32 = torch.float32
         self._idx_bytes = {torch.int32: 4, torch.int64: 8}
         self._combine = dtypes.torch_dtype(torch, cfg.combine_dtype)
         self._torch_device = torch.device("cpu" if self._index < 0 else f"cuda:{self._index}")
         self._inputs: dict[Any, tuple[int, int, int, bool]] = {}
-        for name in (wire, *CAST_DTYPES) if wire == FP8 else (wire,):
+        for name in input_dtypes(cfg):
             row_bytes = self._hidden * dtypes.itemsize(name)
             scaled = name == FP8 and cfg.scale_block is not None
             entry = dtypes.code(name), row_bytes, int(row_bytes & ROW_ALIGN == 0), scaled

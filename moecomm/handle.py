@@ -73,8 +73,9 @@ class Received:
 
     Attributes:
         handle: goes to ``combine_send``.
-        x: ``batched`` [L, C, H]; ``grouped`` and ``rank`` [N, H]; ``dispatch_dtype``.
-        x_scale: float32, ``x``'s shape with S in place of H; ``None`` without ``scale_block``.
+        x: ``batched`` [L, C, H]; ``grouped`` and ``rank`` [N, H]; ``dispatch_dtype``, or what
+            the codec makes.
+        x_scale: float32, ``x``'s shape with S in place of H; ``None`` without scales.
         counts: int32 [L], tokens of each local expert.
         offsets: int32 [L+1], first row of each local expert; ``None`` for ``rank``.
         num_rows: int32 [1], rows in use (``grouped``: pad rows included).

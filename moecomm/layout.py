@@ -128,7 +128,12 @@ class Layout:
 
     @cached_property
     def wire_row_bytes(self) -> int:
-        return self.cfg.hidden * itemsize(self.cfg.dispatch_dtype)
+        return self.cfg.hidden * itemsize(self.cfg.wire_dtype)
+
+    @cached_property
+    def recv_row_bytes(self) -> int:
+        """A row of ``recv.x``."""
+        return self.cfg.hidden * itemsize(self.cfg.recv_dtype)
 
     @cached_property
     def combine_row_bytes(self) -> int:
@@ -281,7 +286,7 @@ class Layout:
         arena.add("src_token", slots * rows * 4, poison=True)
         arena.add("row_expert", slots * rows * top_k * 4 * (cfg.layout == "rank"), poison=True)
         arena.add("row_weight", slots * rows * per_row * 4, poison=True)
-        arena.add("x_scale", slots * rows * cfg.num_scales * 4, poison=True)
+        arena.add("x_scale", slots * rows * cfg.recv_scales * 4, poison=True)
         arena.add("x", slots * self.recv_slot_bytes, poison=True)
         if self.areas is not None:
             self.areas.add_local(arena, self)
@@ -295,7 +300,7 @@ class Layout:
     @cached_property
     def recv_slot_bytes(self) -> int:
         """Bytes of one slot's ``recv.x``, padded so that every slot starts aligned."""
-        return round_up(self.slot_rows * self.wire_row_bytes, ALIGN)
+        return round_up(self.slot_rows * self.recv_row_bytes, ALIGN)
 
     # ---- what device code is told ----------------------------------------------------------
 
@@ -316,7 +321,8 @@ class Layout:
             "TOP_K": cfg.top_k,
             "HIDDEN": cfg.hidden,
             "NUM_SCALES": cfg.num_scales,
-            "SCALE_BLOCK": cfg.scale_block or 0,
+            "RECV_SCALES": cfg.recv_scales,
+            "SCALE_BLOCK": (cfg.coded.block if cfg.coded else cfg.scale_block) or 0,
             "SCALE_POW2": int(cfg.scale_pow2),
             "LAYOUT": LAYOUT_CODES[cfg.layout],
             "ALIGNMENT": cfg.expert_alignment,
@@ -329,7 +335,7 @@ class Layout:
             "CHECK_VALUES": int(cfg.check_values),
             "HEAD_WORDS": self.head_words,
             "PLACES": self.combine_places,
-            "WIRE_ROW_BYTES": self.wire_row_bytes,
+            "RECV_ROW_BYTES": self.recv_row_bytes,
             "RECORD_BYTES": self.record_bytes,
             "RECORD_WORDS": self.record_image_bytes // WORD,
             "RECORD_ROW_OFF": self.record_row_offset,

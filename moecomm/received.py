@@ -78,8 +78,8 @@ class ReceivedViews:
             if handle.weights_given:
                 weights = per_row("row_weight", "float32")
         return {
-            "x": array("x", layout.recv_shape, cfg.dispatch_dtype, layout.recv_slot_bytes),
-            "x_scale": per_row("x_scale", "float32", cfg.num_scales) if cfg.num_scales else None,
+            "x": array("x", layout.recv_shape, cfg.recv_dtype, layout.recv_slot_bytes),
+            "x_scale": per_row("x_scale", "float32", cfg.recv_scales) if cfg.recv_scales else None,
             "counts": array("counts", (num_local,), "int32", 4 * layout.max_local_experts),
             "offsets": offsets,
             "num_rows": array("num_rows", (1,), "int32", 4),

@@ -67,15 +67,21 @@ def remote_words(layout: Layout) -> int:
     return 0 if layout.remote is None else 3 * layout.num_ranks + 2
 
 
+def codec_shared_offset(layout: Layout) -> int:
+    """Where dispatch_send keeps one float a warp, behind everything else; with a codec only."""
+    fixed = image_offset(layout)
+    if not layout.lines:
+        return fixed + 4 * remote_words(layout)
+    body = layout.record_image_bytes - layout.meta_bytes
+    return fixed + body + layout.max_destinations * layout.meta_bytes
+
+
 def shared_bytes(stage: str, layout: Layout, threads: int) -> int:
     """Dynamic shared memory of one block."""
     structs = SMEM_STRUCT_BYTES * (threads // 32)  # one a warp
     if stage == "dispatch_send":
-        fixed = image_offset(layout)
-        if not layout.lines:
-            return fixed + 4 * remote_words(layout)
-        body = layout.record_image_bytes - layout.meta_bytes
-        return fixed + body + layout.max_destinations * layout.meta_bytes
+        largest = 4 * (threads // 32) if layout.cfg.coded is not None else 0
+        return codec_shared_offset(layout) + largest
     if stage == "dispatch_recv":
         tables = (layout.num_groups + 2) * (layout.max_local_experts + 2)
         tables += remote_words(layout)

@@ -6,7 +6,9 @@ from typing import Any, Final
 
 from moecomm import env
 from moecomm.cuda_driver import attribute, call, check, current
+from moecomm.kernels import coding
 from moecomm.kernels.args import ArgBlock
+from moecomm.kernels.codec_check import check_on_gpu
 from moecomm.kernels.geometry import Machine, geometry, gpu_block, shared_bytes
 from moecomm.kernels.jit import compile_kernel
 from moecomm.kernels.stages import STAGES, gpu_defines, input_codes, kernel_name
@@ -36,6 +38,8 @@ class GpuKernels:
         self._configs: dict[tuple[str, int, int], Any] = {}
         # Programmatic dependent launch: the kernels ask for it on sm_90 and later.
         self._early_start = major >= 9 and not env.flag("NO_EARLY_START")
+        if layout.cfg.coded is not None:
+            check_on_gpu(layout.cfg.coded, index, self._arch)
         with current(index) as cu:
             self._cu = cu
             self._launch = cu.cuLaunchKernelEx
@@ -85,7 +89,8 @@ class GpuKernels:
     def _load(self, stage: str, code: int) -> Any:
         defines = gpu_defines(self._layout, stage, code)
         kernel = kernel_name(self._layout, stage)
-        compiled = compile_kernel(f"{kernel}.cu", defines, self._arch)
+        link = coding.link_inputs(self._layout.cfg, stage, self._arch)
+        compiled = compile_kernel(f"{kernel}.cu", defines, self._arch, link=link)
         cu = self._cu
         module = call(cu.cuModuleLoad, str(compiled.path).encode())
         self._modules.append(module)

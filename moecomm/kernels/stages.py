@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from moecomm import dtypes
 from moecomm.config import MoeConfig
+from moecomm.kernels import coding
 from moecomm.kernels.geometry import EMULATOR, SMEM_STRUCT_BYTES, gpu_block
 from moecomm.layout import Layout
 from moecomm.remote import Remote
@@ -22,6 +23,8 @@ def kernel_name(layout: Layout, stage: str) -> str:
 
 def input_codes(cfg: MoeConfig) -> list[int]:
     """Element types that ``x`` may have: each is a dispatch_send of its own."""
+    if cfg.coded is not None:
+        return [dtypes.code(name) for name in CAST_INPUTS]
     wire = dtypes.code(cfg.dispatch_dtype)
     casts = [dtypes.code(name) for name in CAST_INPUTS] if wire == dtypes.F8E4M3 else []
     return [wire, *casts]
@@ -30,13 +33,15 @@ def input_codes(cfg: MoeConfig) -> list[int]:
 def dtype_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int]:
     """Element types of one stage; those it does not use are fixed, so that it compiles once."""
     cfg = layout.cfg
-    wire = dtypes.code(cfg.dispatch_dtype) if stage.startswith("dispatch") else dtypes.BF16
+    wire = coding.wire_code(cfg) if stage.startswith("dispatch") else dtypes.BF16
     combine = dtypes.code(cfg.combine_dtype) if stage.startswith("combine") else dtypes.BF16
     return {
         "SMEM_STRUCT_BYTES": SMEM_STRUCT_BYTES,
         "INPUT_DTYPE": input_code if stage == "dispatch_send" else dtypes.BF16,
         "WIRE_DTYPE": wire,
+        "RECV_DTYPE": coding.recv_code(cfg) if stage == "dispatch_recv" else wire,
         "COMBINE_DTYPE": combine,
+        **coding.switches(cfg, stage),
     }
 
 
@@ -45,19 +50,28 @@ def gpu_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int | 
     block = gpu_block(layout)
     shape = {"BLOCK_THREADS": block.threads, "SM_BLOCKS": block.per_sm}
     remote = {"HAS_REMOTE": layout.constants["REMOTE"]}
-    return {**layout.defines(), **shape, **remote, **dtype_defines(layout, stage, input_code)}
+    codec = coding.constants(layout) if coding.calls(layout.cfg, stage) else {}
+    own = dtype_defines(layout, stage, input_code)
+    return {**layout.defines(), **codec, **shape, **remote, **own}
 
 
 def emulator_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int | str]:
     """Numbers come from a table at run time: one compile a dtype serves every problem."""
-    table = {name: f"(emu::config()[{i}])" for i, name in enumerate(layout.constants)}
+    names = list(layout.constants)
+    if coding.calls(layout.cfg, stage):
+        names += [*coding.constants(layout), *coding.address_names()]
+    table = {name: f"(emu::config()[{i}])" for i, name in enumerate(names)}
     shape = {"BLOCK_THREADS": EMULATOR.threads, "SM_BLOCKS": 1, "HAS_REMOTE": 1}
     return {**table, **shape, **dtype_defines(layout, stage, input_code)}
 
 
 def emulator_table(layout: Layout) -> list[int]:
-    """What ``emulator_defines`` looks up."""
-    return list(layout.constants.values())
+    """What ``emulator_defines`` looks up; addresses of functions are this process's own.
+
+    Raises: ``CodecError``, ``CompileError``: the codec's functions cannot be called.
+    """
+    numbers = [*layout.constants.values(), *coding.constants(layout).values()]
+    return numbers + coding.addresses(layout.cfg.coded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,20 @@ Letters: R ranks, G source groups (R / ``replicas``), T tokens of a rank, K ``to
 
 from __future__ import annotations
 
+from moecomm.codecs.plain import decode_rows as decode
+from moecomm.codecs.plain import encode_rows as encode
 from moecomm.reference.fp8 import dequantize, quantize
 from moecomm.reference.returning import combine
 from moecomm.reference.routing import expert_range
 from moecomm.reference.sending import Received, dispatch
 
-__all__ = ["Received", "combine", "dequantize", "dispatch", "expert_range", "quantize"]
+__all__ = [
+    "Received",
+    "combine",
+    "decode",
+    "dequantize",
+    "dispatch",
+    "encode",
+    "expert_range",
+    "quantize",
+]

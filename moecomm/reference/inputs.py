@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
+from moecomm.codecs.plain import encode_rows
 from moecomm.config import MoeConfig
 from moecomm.dtypes import name_of
 from moecomm.errors import ConfigError, DtypeError
@@ -47,8 +48,14 @@ def route(
 def wire(
     cfg: MoeConfig, num_ranks: int, xs: Sequence[Array], x_scales: Sequence[Array] | None
 ) -> tuple[list[Array], list[Array] | None]:
-    """Rows and scales as they travel, one a source group: as given, or cast to fp8."""
+    """Rows and scales as they travel, one a source group: as given, cast to fp8, or encoded."""
     rows = _per_group("x", cfg, num_ranks, xs)
+    if cfg.coded is not None:
+        if x_scales is not None:
+            raise ConfigError(f"x_scale given with codec={cfg.coded.name!r}: it makes the scales")
+        for x in rows:
+            _check_dtype("x", x, FLOATS)
+        return _split([encode_rows(cfg.coded, x) for x in rows])
     as_is = all(name_of(x.dtype) == cfg.dispatch_dtype for x in rows)
     if (x_scales is not None) != (as_is and cfg.scale_block is not None):
         raise ConfigError("x_scale: must be given for fp8 x with scale_block, and only then")
@@ -61,7 +68,10 @@ def wire(
         return rows, scales
     for x in rows:
         _check_dtype("x", x, FLOATS if cfg.dispatch_dtype == FP8 else (cfg.dispatch_dtype,))
-    cast = [quantize(x, cfg.scale_block, cfg.scale_pow2) for x in rows]
+    return _split([quantize(x, cfg.scale_block, cfg.scale_pow2) for x in rows])
+
+
+def _split(cast: Sequence[tuple[Array, Array | None]]) -> tuple[list[Array], list[Array] | None]:
     found = [scale for _, scale in cast if scale is not None]
     return [q for q, _ in cast], found or None
 

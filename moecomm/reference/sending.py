@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moecomm.codecs.definition import Codec
+from moecomm.codecs.plain import decode_rows
 from moecomm.config import MoeConfig
 from moecomm.dtypes import numpy_dtype
 from moecomm.errors import ConfigError
@@ -25,8 +27,8 @@ class Received:
     ``src_rank``, ``src_token`` and ``topk_idx``.
 
     Attributes:
-        x: ``batched`` ``[L, C, H]``, else ``[N, H]``; of ``dispatch_dtype``.
-        x_scale: float32, S in place of H; ``None`` without ``scale_block``.
+        x: ``batched`` ``[L, C, H]``, else ``[N, H]``; of ``recv_dtype``.
+        x_scale: float32, S in place of H; ``None`` without scales.
         counts: ``[L]`` int32, tokens of each local expert (pad rows not counted).
         offsets: ``[L+1]`` int32, row of each expert's first token; ``None`` in ``rank`` layout.
         num_rows: ``[1]`` int32, rows in use, pad rows counted.
@@ -76,10 +78,20 @@ def dispatch(
         check_shape("x", group, rows[group], (len(tokens), cfg.hidden))
         if scales is not None:
             check_shape("x_scale", group, scales[group], (len(tokens), cfg.num_scales))
+    if cfg.coded is not None and cfg.decode_to is not None:
+        rows, scales = _decoded(cfg.coded, rows, scales, cfg.decode_to), None
     return [
         _receive(routing, layouts[rank], rows, scales, weighted=topk_weights is not None)
         for rank in range(num_ranks)
     ]
+
+
+def _decoded(
+    codec: Codec, rows: list[Array], scales: list[Array] | None, dtype: str
+) -> list[Array]:
+    """What arrives where rows are decoded."""
+    given: Sequence[Array | None] = [None] * len(rows) if scales is None else scales
+    return [decode_rows(codec, q, scale, dtype) for q, scale in zip(rows, given, strict=True)]
 
 
 def _receive(
@@ -94,7 +106,7 @@ def _receive(
     cfg, rank = layout.cfg, layout.rank
     by_rank = cfg.layout == "rank"
     num, slots_shape = layout.recv_rows, (cfg.top_k,) if by_rank else ()
-    x = np.zeros((num, cfg.hidden), numpy_dtype(cfg.dispatch_dtype))
+    x = np.zeros((num, cfg.hidden), numpy_dtype(cfg.recv_dtype))
     x_scale = np.zeros((num, cfg.num_scales), np.float32)
     weights = np.zeros((num, *slots_shape), np.float32)
     idx = np.full((num, cfg.top_k), -1, np.int32)

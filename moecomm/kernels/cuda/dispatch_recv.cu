@@ -7,6 +7,7 @@
 //
 // Reads: own head, record, record_flag.  Writes: own received rows, meta, row_of, epoch.
 // Order: acquire of a record's flag, warp barrier, its bytes.
+#include "codec_recv.cuh"
 #include "placement.cuh"
 
 DEVICE void copy_record(const Args& a, const RowPlan& plan, u64 record)
@@ -52,7 +53,11 @@ DEVICE void receive_records(const Args& a, const Placement& s, RowPlan& plan, u6
         const u64 record = remote ? landed_record(a, source, i) : record_at(a.symmetric, a, source, i);
         plan_record(a, s, reinterpret_cast<const u32*>(record), j, group, true, plan);
         __syncwarp();
+#if DECODES
+        decode_record(a, plan, record);
+#else
         copy_record(a, plan, record);
+#endif
         __syncwarp();  // nobody still reads this warp's plan
     }
 }

@@ -4,6 +4,7 @@
 // whose meta says where the row goes. No barrier after the heads.
 //
 // Reads: own head, record.  Writes: own received rows, meta, row_of, epoch.
+#include "codec_recv.cuh"
 #include "line.cuh"
 #include "placement.cuh"
 
@@ -68,7 +69,11 @@ DEVICE bool receive_piece(const Args& a, const Placement& s, WarpSpace& space, u
     }
     __syncwarp();
     const u32 c = number * PIECE_CHUNKS + lane_id();
+#if DECODES
+    if (!place_decoded(a, own, space.plan, c, chunk, epoch)) return false;
+#else
     if (lane_id() < PIECE_CHUNKS && c < RECORD_WORDS / 2) place_chunk(a, space.plan, c, chunk);
+#endif
     __syncwarp();  // nobody still reads this warp's space
     return true;
 }

@@ -8,6 +8,8 @@
 #define DTYPE_F16 1
 #define DTYPE_F32 2
 #define DTYPE_F8E4M3 3
+#define DTYPE_BITS8 4  // what only a codec understands
+#define DTYPE_BITS16 5
 
 template <int D>
 struct Bits;  // the unsigned integer that holds one element
@@ -26,6 +28,14 @@ struct Bits<DTYPE_F32> {
 template <>
 struct Bits<DTYPE_F8E4M3> {
     typedef u8 type;
+};
+template <>
+struct Bits<DTYPE_BITS8> {
+    typedef u8 type;
+};
+template <>
+struct Bits<DTYPE_BITS16> {
+    typedef u16 type;
 };
 
 // 16 bytes of a row. Elements are cut out of words by shifts, not by a union or a pointer cast:

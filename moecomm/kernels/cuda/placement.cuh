@@ -200,16 +200,16 @@ DEVICE void write_counts(const Args& a, const Placement& s)
 }
 
 // ---- received rows -----------------------------------------------------------------------------------
-DEVICE bool rows_aligned() { return WIRE_ROW_BYTES % 16 == 0; }
+DEVICE bool rows_aligned() { return RECV_ROW_BYTES % 16 == 0; }
 
 DEVICE u64 recv_row(const Args& a, u64 row)
 {
-    return a.local + LOC_X + a.slot * SLOT_X_BYTES + row * WIRE_ROW_BYTES;
+    return a.local + LOC_X + a.slot * SLOT_X_BYTES + row * RECV_ROW_BYTES;
 }
 
 DEVICE float* recv_scale(const Args& a, u64 row)
 {
-    return local_at<float>(a, LOC_X_SCALE, (a.slot * SLOT_ROWS + row) * NUM_SCALES);
+    return local_at<float>(a, LOC_X_SCALE, (a.slot * SLOT_ROWS + row) * RECV_SCALES);
 }
 
 DEVICE void set_source(const Args& a, u64 row, u32 group, u32 token)
@@ -225,9 +225,9 @@ DEVICE void write_pads(const Args& a, const Placement& s)
         const u32 end = s.expert_rows[e + 1];
         for (u32 row = s.expert_rows[e] + s.expert_total[e]; row < end; ++row) {
             const Chunk zero = zero_chunk();
-            for (u64 c = threadIdx.x; c < Row<WIRE_DTYPE>::num_chunks(); c += blockDim.x)
-                Row<WIRE_DTYPE>::store((void*)recv_row(a, row), c, zero, rows_aligned());
-            for (u64 b = threadIdx.x; b < NUM_SCALES; b += blockDim.x) st(recv_scale(a, row) + b, 0.0f);
+            for (u64 c = threadIdx.x; c < Row<RECV_DTYPE>::num_chunks(); c += blockDim.x)
+                Row<RECV_DTYPE>::store((void*)recv_row(a, row), c, zero, rows_aligned());
+            for (u64 b = threadIdx.x; b < RECV_SCALES; b += blockDim.x) st(recv_scale(a, row) + b, 0.0f);
             if (threadIdx.x == 0) {
                 set_source(a, row, NO_EXPERT, NO_EXPERT);
                 st(local_at<float>(a, LOC_ROW_WEIGHT, a.slot * SLOT_ROWS + row), 0.0f);

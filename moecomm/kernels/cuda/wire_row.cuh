@@ -1,7 +1,26 @@
-// Rows on their way out: copied, or cast to fp8.
+// Rows on their way out: copied, cast to fp8, or encoded by a codec.
 #pragma once
 #include "dtype.cuh"
 #include "waits.cuh"
+
+#if INPUT_DTYPE != WIRE_DTYPE
+// The columns of chunk c (16 bytes on the wire) of token t's row.
+DEVICE void load_floats(const Args& a, u32 t, u64 c, float values[Row<WIRE_DTYPE>::kElems])
+{
+    typedef Row<INPUT_DTYPE> In;
+    const void* row = (const void*)(a.x + t * a.x_stride);
+    const u32 chunks = Row<WIRE_DTYPE>::kElems / In::kElems;
+    for (u32 i = 0; i < chunks; ++i) {
+        Chunk chunk = In::load(row, c * chunks + i, a.x_aligned);
+        for (u32 j = 0; j < In::kElems; ++j)
+            values[i * In::kElems + j] = decode<INPUT_DTYPE>(get<In::Elem>(chunk, j));
+    }
+}
+#endif
+
+#if CODEC
+#include "codec_send.cuh"
+#else
 
 #if INPUT_DTYPE == WIRE_DTYPE
 // Chunk c (16 bytes on the wire) of token t's row.
@@ -34,18 +53,6 @@ DEVICE BlockScale block_scale(float largest)
         s.inverse = __uint_as_float(0x7f000000u - bits);  // exponent negated
     }
     return s;
-}
-
-DEVICE void load_floats(const Args& a, u32 t, u64 c, float values[16])
-{
-    typedef Row<INPUT_DTYPE> In;
-    const void* row = (const void*)(a.x + t * a.x_stride);
-    const u32 chunks = 16 / In::kElems;
-    for (u32 i = 0; i < chunks; ++i) {
-        Chunk chunk = In::load(row, c * chunks + i, a.x_aligned);
-        for (u32 j = 0; j < In::kElems; ++j)
-            values[i * In::kElems + j] = decode<INPUT_DTYPE>(get<In::Elem>(chunk, j));
-    }
 }
 
 // Chunk c (16 columns as fp8) of token t's row; `scale` gets that of its block. All lanes of a warp
@@ -92,3 +99,5 @@ DEVICE void make_row(const Args& a, u32 t, Sink& sink)
     for (u64 b = threadIdx.x; b < NUM_SCALES; b += blockDim.x) sink.row_scale(b, given_scale(a, t, b));
 #endif
 }
+
+#endif  // CODEC

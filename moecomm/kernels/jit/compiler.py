@@ -37,11 +37,13 @@ _KINDS: Final = {".a": "library", ".ltoir": "ltoir", ".cubin": "cubin", ".o": "o
 class LinkInput:
     """Something linked to a kernel: a device archive (.a), object (.o), .cubin or .ltoir.
 
-    ``data`` is the content where there is no file; ``name`` then only names it.
+    ``data`` is the content where there is no file; ``name`` then only names it. ``exact``: products
+    and sums that it holds as LTO-IR must not be fused.
     """
 
     name: str
     data: bytes | None = None
+    exact: bool = False
 
     @property
     def kind(self) -> str:
@@ -106,6 +108,8 @@ def to_ltoir(name: str, text: str, arch: str) -> bytes:
 
 def _link(name: str, ltoir: bytes, arch: str, link: Sequence[LinkInput]) -> tuple[str, bytes]:
     """Return the linker's log and the cubin."""
+    if any(item.exact for item in link):
+        return _link_exactly(name, ltoir, arch, link)
     core = _cuda_core()
     make = core.ObjectCode
     makers = {
@@ -122,8 +126,47 @@ def _link(name: str, ltoir: bytes, arch: str, link: Sequence[LinkInput]) -> tupl
         code = bytes(linker.link("cubin").code)
         return linker.get_info_log(), code
     except Exception as error:
-        held = [f"{item.name} holds code for {_archs(item)}" for item in link]
-        raise _failure("; ".join([f"{name} does not link for {arch}", *held]), error) from error
+        raise _link_failure(name, arch, link, error) from error
+
+
+def _link_exactly(
+    name: str, ltoir: bytes, arch: str, link: Sequence[LinkInput]
+) -> tuple[str, bytes]:
+    """``_link`` with ``-fma=0``, which ``LinkerOptions`` of cuda.core 1.2 spells wrong."""
+    from cuda.bindings import nvjitlink
+
+    kinds = {
+        "library": nvjitlink.InputType.LIBRARY,
+        "ltoir": nvjitlink.InputType.LTOIR,
+        "cubin": nvjitlink.InputType.CUBIN,
+        "object": nvjitlink.InputType.OBJECT,
+    }
+    options = [f"-arch={arch}", "-lto", "-fma=0", "-verbose", "-Xptxas=-v"]
+    handle = nvjitlink.create(len(options), options)
+    try:
+        pieces = [("ltoir", ltoir, name), *((item.kind, item.read(), item.name) for item in link)]
+        for kind, data, title in pieces:
+            nvjitlink.add_data(handle, kinds[kind], data, len(data), title)
+        nvjitlink.complete(handle)
+        log = bytearray(nvjitlink.get_info_log_size(handle))
+        nvjitlink.get_info_log(handle, log)
+        code = bytearray(nvjitlink.get_linked_cubin_size(handle))
+        nvjitlink.get_linked_cubin(handle, code)
+        return log.decode(errors="replace").rstrip("\0"), bytes(code)
+    except nvjitlink.nvJitLinkError as error:
+        log = bytearray(nvjitlink.get_error_log_size(handle))
+        nvjitlink.get_error_log(handle, log)
+        error.add_note(log.decode(errors="replace"))
+        raise _link_failure(name, arch, link, error) from error
+    finally:
+        nvjitlink.destroy(handle)
+
+
+def _link_failure(
+    name: str, arch: str, link: Sequence[LinkInput], error: Exception
+) -> CompileError:
+    held = [f"{item.name} holds code for {_archs(item)}" for item in link]
+    return _failure("; ".join([f"{name} does not link for {arch}", *held]), error)
 
 
 def _cuda_core() -> Any:
@@ -139,5 +182,5 @@ def _archs(item: LinkInput) -> str:
 
 
 def _failure(what: str, error: Exception) -> CompileError:
-    log = str(error).replace("\0", "").strip()
+    log = "\n".join([str(error), *getattr(error, "__notes__", [])]).replace("\0", "").strip()
     return CompileError(f"{what}:\n{log}", log)

@@ -116,7 +116,7 @@ def cubin_key(
         toolchain.identity(),
     ]
     for item in link:
-        parts += [item.kind, item.read()]
+        parts += [f"{item.kind}{' exact' * item.exact}", item.read()]
     return key_of(*parts)
 
 

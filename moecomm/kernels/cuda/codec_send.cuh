@@ -1,0 +1,89 @@
+// Rows on their way out, encoded by a codec. Part of wire_row.cuh.
+#pragma once
+#include "codec.cuh"
+
+typedef Row<WIRE_DTYPE> WireRow;  // only the size of its elements counts
+
+struct Columns {  // of one chunk on the wire
+    float values[WireRow::kElems];
+};
+
+// Chunk c's columns; past the end of the row they are zero.
+DEVICE Columns load_columns(const Args& a, u32 t, u64 c)
+{
+    Columns columns;
+    for (u32 i = 0; i < WireRow::kElems; ++i) columns.values[i] = 0.0f;
+    if (c < WireRow::num_chunks()) load_floats(a, t, c, columns.values);
+    return columns;
+}
+
+DEVICE float larger(float largest, const Columns& columns)
+{
+    for (u32 i = 0; i < WireRow::kElems; ++i) largest = fmaxf(largest, fabsf(columns.values[i]));
+    return largest;
+}
+
+// The largest of `lanes` neighbouring lanes, a power of two.
+DEVICE float largest_of_lanes(float largest, u32 lanes)
+{
+    for (u32 step = 1; step < lanes; step *= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, step));
+    return largest;
+}
+
+// The largest of all threads of the block. The caller has a barrier between two rows.
+DEVICE float largest_of_block(float largest)
+{
+    DYNAMIC_SHARED(u8, shared);
+    float* warps = reinterpret_cast<float*>(shared + CODEC_SHARED_OFF);  // [num_warps]
+    largest = largest_of_lanes(largest, WARP_SIZE);
+    if (lane_id() == 0) warps[warp_id()] = largest;
+    __syncthreads();  // every warp has said what it found
+    return largest_of_lanes(lane_id() < num_warps() ? warps[lane_id()] : 0.0f, WARP_SIZE);
+}
+
+// One scale a token: the row is read twice, but for each thread's first chunk, which stays where
+// it is. (A row of 7168 columns has less than two chunks a thread.)
+DEVICE float largest_of_row(const Args& a, u32 t, u64 first, const Columns& kept)
+{
+    float largest = larger(0.0f, kept);
+    for (u64 c = first + blockDim.x; c < WireRow::num_chunks(); c += blockDim.x)
+        largest = larger(largest, load_columns(a, t, c));
+    return largest_of_block(largest);
+}
+
+DEVICE Chunk encoded(const Columns& columns, float factor)
+{
+    Chunk out = zero_chunk();
+    for (u32 i = 0; i < WireRow::kElems; ++i)
+        set<WireRow::Elem>(out, i, (WireRow::Elem)codec_encode_value(columns.values[i], factor));
+    return out;
+}
+
+// Makes token t's row and hands it out in pieces: row_chunk(c, chunk), row_scale(block, scale).
+// All threads of the block take part.
+template <class Sink>
+DEVICE void make_row(const Args& a, u32 t, Sink& sink)
+{
+    const u64 chunks = WireRow::num_chunks();
+    u64 c = threadIdx.x;
+    Columns columns = load_columns(a, t, c);
+    CodecScale s = codec_scale_of(0.0f);
+#if CODEC_SCALED
+    if (!SCALE_BLOCK) s = codec_scale_of(largest_of_row(a, t, c, columns));
+#endif
+    while (c - lane_id() < chunks) {  // whole warps
+#if CODEC_SCALED
+        const u64 column = c * WireRow::kElems;
+        if (SCALE_BLOCK) {
+            const u32 lanes = SCALE_BLOCK / WireRow::kElems;
+            s = codec_scale_of(largest_of_lanes(larger(0.0f, columns), lanes));
+        }
+        const bool speaks = SCALE_BLOCK ? c < chunks && column % SCALE_BLOCK == 0 : c == 0;
+        if (speaks) sink.row_scale(SCALE_BLOCK ? column / SCALE_BLOCK : 0, s.scale);
+#endif
+        if (c < chunks) sink.row_chunk(c, encoded(columns, s.factor));
+        c += blockDim.x;
+        columns = load_columns(a, t, c);
+    }
+}
