@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from moecomm import reference
+    from moecomm import codecs, reference
+    from moecomm.codecs import Codec, codec
     from moecomm.comm import MoeComm
     from moecomm.config import MoeConfig
     from moecomm.errors import (
+        CodecError,
         CompileError,
         ConfigError,
         DtypeError,
@@ -39,10 +41,13 @@ if TYPE_CHECKING:
     from moecomm.stats import Stats
 
 _ERRORS = (
-    "CompileError", "ConfigError", "DtypeError", "MoecommError", "OutOfMemory", "Overflow",
-    "PeerTimeout", "StateError", "TransportError", "TransportUnavailable",
+    "CodecError", "CompileError", "ConfigError", "DtypeError", "MoecommError", "OutOfMemory",
+    "Overflow", "PeerTimeout", "StateError", "TransportError", "TransportUnavailable",
 )  # fmt: skip
+_MODULES = ("codecs", "reference")
 _HOME = {
+    "Codec": "codecs",
+    "codec": "codecs",
     "Group": "group",
     "Handle": "handle",
     "Layout": "layout",
@@ -55,6 +60,8 @@ _HOME = {
 }
 
 __all__ = [
+    "Codec",
+    "CodecError",
     "CompileError",
     "ConfigError",
     "DtypeError",
@@ -73,14 +80,16 @@ __all__ = [
     "TransportError",
     "TransportUnavailable",
     "__version__",
+    "codec",
+    "codecs",
     "reference",
     "run",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "reference":
-        return importlib.import_module("moecomm.reference")
+    if name in _MODULES:
+        return importlib.import_module(f"moecomm.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'moecomm' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"moecomm.{_HOME[name]}"), name)

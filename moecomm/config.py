@@ -72,7 +72,7 @@ class MoeConfig:
     dispatch_dtype: str = "bfloat16"
     scale_block: int | None = None
     scale_pow2: bool = False
-    codec: Codec | str | None = None
+    codec: Codec | type | str | None = None  # type: what type checkers take a decorated class for
     decode_to: str | None = None
     combine_dtype: str = "bfloat16"
     layout: LayoutName = "batched"

@@ -17,6 +17,7 @@ from moecomm.comm import MoeComm
 from moecomm.config import LayoutName, MoeConfig, Reduce
 from moecomm.dtypes import numpy_dtype, word_dtype
 from moecomm.emulator import simulate
+from moecomm.emulator.simulation import Checks
 from moecomm.errors import ConfigError, MoecommError
 from moecomm.group import Group
 from moecomm.handle import Handle, Received
@@ -139,14 +140,16 @@ def draw_case(seed: int, limits: Limits) -> Case:
     return Case(seed, num_ranks, cfg, limits.steps, "dispatch" if at_dispatch else "combine")
 
 
-def run_case(case: Case) -> None:
-    """Run ``case`` under the schedule of its seed.
+def run_case(case: Case, checks: Checks = True) -> None:
+    """Run ``case`` under the schedule of its seed; ``checks`` as ``simulate`` takes them.
 
     Raises:
         Mismatch: the kernels' results differ from the reference.
         MoecommError: what a rank raised, or what the emulator's checks found.
     """
-    ranks = simulate(_run_rank, case.num_ranks, case, seed=case.seed, max_steps=MAX_STEPS)
+    ranks = simulate(
+        _run_rank, case.num_ranks, case, seed=case.seed, checks=checks, max_steps=MAX_STEPS
+    )
     for step in range(case.steps):
         _compare_step(case, step, [rank[step] for rank in ranks])
 

@@ -149,12 +149,22 @@ def _rows(ids: Array, cfg: mc.MoeConfig, dtype: str) -> Array:
     if dtype == "float8_e4m3fn":
         return payload_fp8(ids, cfg.hidden)
     rows = payload(ids, cfg.hidden, dtype)
-    return rows if dtype == cfg.dispatch_dtype else rows - rows.dtype.type(100)
+    cast = dtype != cfg.dispatch_dtype or cfg.coded is not None
+    return rows - rows.dtype.type(100) if cast else rows
+
+
+def _values(cfg: mc.MoeConfig, recv: Expected) -> Array:
+    """Received rows as float32."""
+    if cfg.decode_to is not None:
+        return recv.x.astype(np.float32)
+    if cfg.coded is not None:
+        return mc.reference.decode(cfg.coded, recv.x, recv.x_scale)
+    return mc.reference.dequantize(recv.x, recv.x_scale, cfg.scale_block)
 
 
 def _expert_output(cfg: mc.MoeConfig, num_ranks: int, rank: int, recv: Expected) -> Array:
     """Expert e gives x * (e + 1); rows that nobody may read are NaN."""
-    x = mc.reference.dequantize(recv.x, recv.x_scale, cfg.scale_block)
+    x = _values(cfg, recv)
     y = np.full(recv.x.shape, np.nan, np.float32)
     first = mc.reference.expert_range(cfg.num_experts, num_ranks, rank).start
     if cfg.layout == "rank":

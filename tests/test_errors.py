@@ -10,6 +10,7 @@ import pytest
 
 from moecomm import errors
 from moecomm.errors import (
+    CodecError,
     CompileError,
     ConfigError,
     DtypeError,
@@ -25,6 +26,7 @@ from moecomm.errors import (
 PARENTS = {
     ConfigError: (MoecommError, ValueError),
     DtypeError: (ConfigError, TypeError, ValueError),
+    CodecError: (ConfigError, ValueError),
     StateError: (MoecommError, RuntimeError),
     CompileError: (MoecommError, RuntimeError),
     TransportUnavailable: (MoecommError, RuntimeError),
@@ -38,6 +40,7 @@ SAMPLES = [
     MoecommError("base"),
     ConfigError("top_k=9: too many"),
     DtypeError("x has dtype int8"),
+    CodecError("codec Mine: encode: returns none"),
     StateError("closed"),
     CompileError("nope", log="line 3: error", source_path="kept.cu"),
     TransportUnavailable("no NIC"),

@@ -40,5 +40,5 @@ def test_kernel(variant: Variant, arch: str) -> None:
 def test_variants_cover_every_stage_and_source() -> None:
     stages = {variant.stage for variant in variants()}
     assert stages == set(STAGES)
-    sources = {name for name in source.names() if name.endswith(".cu")}
+    sources = {name for name in source.names() if name.endswith(".cu")} - {"codec_check.cu"}
     assert sources == {variant.source for variant in variants()}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from codec_examples import Int8PerToken
 from exchange import Case, compare_received, finish, make_case, send
 
 import moecomm as mc
@@ -27,6 +28,9 @@ CFG = mc.MoeConfig(
     num_experts=7, top_k=3, hidden=592, max_tokens=15, layout="grouped", in_flight=1, timeout_s=1.0
 )
 STEPS = 3
+
+
+SETTINGS = ["busy", "sender", "sparse", "replicas", "uncombined", "codec"]
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,19 @@ MUTATIONS = {
         "to_lines(chunk, epoch - 1)",
         wire="lines",
     ),
+    "largest-value-read-before-all-warps-have-said-theirs": Mutation(
+        "codec_send.cuh",
+        "__syncthreads();  // every warp has said what it found",
+        "",
+        setting="codec",
+    ),
+    "scales-taken-from-any-epoch": Mutation(
+        "codec_recv.cuh",
+        "        if (!wait_piece(a, piece, epoch, PHASE_DISPATCH_RECV, r)) return false;",
+        "",
+        wire="lines",
+        setting="codec",
+    ),
     "meta-read-before-it-is-kept": Mutation(
         "dispatch_recv_lines.cu",
         "space.head_piece[2 * lane_id() + 1] = chunk.high;\n    }\n    __syncwarp();",
@@ -190,7 +207,7 @@ def test_the_fault_is_found(name: str) -> None:
     assert found is not None, f"no seed of {SEEDS} notices"
 
 
-@pytest.mark.parametrize("setting", ["busy", "sender", "sparse", "replicas", "uncombined"])
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("wire", ["flags", "lines"])
 def test_the_right_kernels_pass_every_seed(wire: str, setting: str) -> None:
     cases = _cases(wire, setting)
@@ -215,6 +232,9 @@ def _cases(wire: str, setting: str) -> list[Case]:
     cfg = dataclasses.replace(CFG, wire=wire)
     if setting == "sender":
         cfg = dataclasses.replace(cfg, reduce="sender")
+    if setting == "codec":  # a row's scale is sent long after its beginning
+        cfg = dataclasses.replace(cfg, hidden=2000, codec=Int8PerToken, decode_to="bfloat16")
+        return [make_case(cfg, 2, step, tokens=[3, 2], input_dtype="float32") for step in range(2)]
     if setting == "replicas":  # of each pair, one replica has nothing to send
         cfg = dataclasses.replace(cfg, replicas=2)
         return [make_case(cfg, 4, step, tokens=[1, 1]) for step in range(STEPS)]
