@@ -204,7 +204,7 @@ def _yielding(value: Any, scale: Any) -> Any:
 
 
 def _printing(value: Any, scale: Any) -> Any:
-    return print(value)
+    return print(value)  # noqa: T201
 
 
 def _using_an_object(value: Any, scale: Any) -> Any:

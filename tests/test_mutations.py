@@ -178,7 +178,7 @@ MUTATIONS = {
     ),
     "scales-taken-from-any-epoch": Mutation(
         "codec_recv.cuh",
-        "        if (!wait_piece(a, piece, epoch, PHASE_DISPATCH_RECV, r)) return false;",
+        "        if (!wait_piece(a, piece, epoch, r)) return false;",
         "",
         wire="lines",
         setting="codec",

@@ -52,7 +52,7 @@ DEVICE bool read_floats(const Args& a, Piece piece, u32 byte, bool wanted, u64 e
     for (u32 mask; (mask = __ballot_sync(FULL_WARP, number != NO_PIECE)) != 0;) {
         piece.number = __shfl_sync(FULL_WARP, number, __ffs(mask) - 1);
         LineRead r = piece.read(epoch);
-        if (!wait_piece(a, piece, epoch, PHASE_DISPATCH_RECV, r)) return false;
+        if (!wait_piece(a, piece, epoch, r)) return false;
         const u64 word = traded(to_chunks(r.v), lane, byte / 8 % 2);
         if (number != piece.number) continue;
         *found = __uint_as_float((u32)(word >> 8 * (byte % 8)));
