@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import numpy as np
@@ -54,7 +53,7 @@ def test_odd_rows(hidden: int, decode_to: str | None) -> None:
 def test_random_exchanges(seed: int) -> None:
     """Any configuration under an unfair schedule, with every check."""
     codec = list(ALL.values())[seed % len(ALL)]
-    decode_to = (None, "bfloat16", "float16", "float32")[seed // len(ALL) % 4]
+    decode_to = (None, "bfloat16", "float32")[seed // len(ALL) % 3]
     case = fuzzing.draw_case(seed, fuzzing.Limits(dtype="bfloat16", steps=2))
     cfg = dataclasses.replace(case.cfg, codec=codec, decode_to=decode_to)
     fuzzing.run_case(dataclasses.replace(case, cfg=cfg), checks="strict")
@@ -111,8 +110,8 @@ def test_special_values_arrive_as_the_reference_says() -> None:
     x[2, 5], x[2, 6] = np.inf, -3.0
     x[3] = np.float32(1e-45)
     x[4] = np.linspace(-3.4e38, 3.4e38, CFG.hidden)
-    for codec, decode_to in itertools.product((Int8PerToken, Steps16), (None, "float16")):
-        cfg = dataclasses.replace(CFG, codec=codec, decode_to=decode_to)
+    for codec, decode_to in ((Int8PerToken, "float16"), (Int8PerToken, None), (Steps16, None)):
+        cfg = dataclasses.replace(CFG, codec=codec, decode_to=decode_to, wire="flags")
         case = make_case(cfg, 2, tokens=[5, 5], input_dtype="float32")
         case = dataclasses.replace(case, xs=[x, x])
         case = dataclasses.replace(case, recv=mc.reference.dispatch(cfg, 2, case.xs, case.idxs))

@@ -46,7 +46,7 @@ def switches(cfg: MoeConfig, stage: str) -> dict[str, int]:
     codec = cfg.coded
     if codec is None or not calls(cfg, stage):
         return {}
-    return {**_traits(codec), "CODEC" if stage == "dispatch_send" else "DECODES": 1}
+    return {"CODEC" if stage == "dispatch_send" else "DECODES": 1}
 
 
 def constants(layout: Layout) -> dict[str, int]:
@@ -54,13 +54,13 @@ def constants(layout: Layout) -> dict[str, int]:
     codec = layout.cfg.coded
     if codec is None:
         return {}
-    return {"CODEC_SIGNED": int(codec.signed), "CODEC_SHARED_OFF": codec_shared_offset(layout)}
+    return {**_traits(codec), "CODEC_SHARED_OFF": codec_shared_offset(layout)}
 
 
 def check_defines(codec: Codec) -> dict[str, int | str]:
     """What ``codec_check.cu`` is compiled with."""
     shape = {"WIRE_DTYPE": _code(codec), "HIDDEN": 1}  # rows are not looked at
-    return {**_traits(codec), "CODEC_SIGNED": int(codec.signed), **shape}
+    return {**_traits(codec), **shape}
 
 
 def address_names() -> list[str]:
@@ -99,7 +99,11 @@ def _code(codec: Codec) -> int:
 
 
 def _traits(codec: Codec) -> dict[str, int]:
-    return {"CODEC_SCALED": int(codec.scaled), "CODEC_INVERSE": int(codec.inverse is not None)}
+    return {
+        "CODEC_SCALED": int(codec.scaled),
+        "CODEC_INVERSE": int(codec.inverse is not None),
+        "CODEC_SIGNED": int(codec.signed),
+    }
 
 
 def _link_input(codec: Codec, name: str, arch: str) -> LinkInput:

@@ -7,34 +7,59 @@
 #include "dtype.cuh"
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-#if CODEC_SCALED
+#if CODEC_SIGNED
+typedef i32 CodecBits;
+#else
+typedef u32 CodecBits;
+#endif
 extern "C" __device__ float moe_codec_scale(float amax);
 extern "C" __device__ float moe_codec_inverse(float amax);
+#if CODEC_SCALED
 extern "C" __device__ u32 moe_codec_encode(float value, float factor);
+extern "C" __device__ float moe_codec_decode(CodecBits bits, float scale);
 #else
 extern "C" __device__ u32 moe_codec_encode(float value);
+extern "C" __device__ float moe_codec_decode(CodecBits bits);
 #endif
-#if CODEC_SCALED && CODEC_SIGNED
-extern "C" __device__ float moe_codec_decode(i32 bits, float scale);
-#elif CODEC_SCALED
-extern "C" __device__ float moe_codec_decode(u32 bits, float scale);
-#elif CODEC_SIGNED
-extern "C" __device__ float moe_codec_decode(i32 bits);
-#else
-extern "C" __device__ float moe_codec_decode(u32 bits);
-#endif
-#define CODEC_CALL(name) moe_codec_##name
-#else
-#define CODEC_CALL(name) (reinterpret_cast<codec_##name>(CODEC_AT_##name))
-typedef float (*codec_scale)(float amax);
-typedef float (*codec_inverse)(float amax);
+// What is not called must not be named: nobody would link it.
 #if CODEC_SCALED
-typedef u32 (*codec_encode)(float value, float factor);
-typedef float (*codec_decode)(i32 bits, float scale);
+DEVICE float call_scale(float amax) { return moe_codec_scale(amax); }
+DEVICE u32 call_encode(float value, float factor) { return moe_codec_encode(value, factor); }
+DEVICE float call_decode(i32 bits, float scale) { return moe_codec_decode(bits, scale); }
 #else
-typedef u32 (*codec_encode)(float value);
-typedef float (*codec_decode)(i32 bits);
+DEVICE float call_scale(float) { return 1.0f; }
+DEVICE u32 call_encode(float value, float) { return moe_codec_encode(value); }
+DEVICE float call_decode(i32 bits, float) { return moe_codec_decode(bits); }
 #endif
+#if CODEC_INVERSE
+DEVICE float call_inverse(float amax) { return moe_codec_inverse(amax); }
+#else
+DEVICE float call_inverse(float amax) { return call_scale(amax); }
+#endif
+#else
+// One compile serves every codec of the same element size.
+DEVICE float call_scale(float amax)
+{
+    return CODEC_SCALED ? reinterpret_cast<float (*)(float)>(CODEC_AT_scale)(amax) : 1.0f;
+}
+
+DEVICE float call_inverse(float amax)
+{
+    if (!CODEC_INVERSE) return call_scale(amax);
+    return reinterpret_cast<float (*)(float)>(CODEC_AT_inverse)(amax);
+}
+
+DEVICE u32 call_encode(float value, float factor)
+{
+    if (!CODEC_SCALED) return reinterpret_cast<u32 (*)(float)>(CODEC_AT_encode)(value);
+    return reinterpret_cast<u32 (*)(float, float)>(CODEC_AT_encode)(value, factor);
+}
+
+DEVICE float call_decode(i32 bits, float scale)
+{
+    if (!CODEC_SCALED) return reinterpret_cast<float (*)(i32)>(CODEC_AT_decode)(bits);
+    return reinterpret_cast<float (*)(i32, float)>(CODEC_AT_decode)(bits, scale);
+}
 #endif
 
 #define ONE_NAN 0x7fc00000u
@@ -50,34 +75,16 @@ struct CodecScale {
 DEVICE CodecScale codec_scale_of(float amax)
 {
     CodecScale s;
-    s.scale = s.factor = 1.0f;
-#if CODEC_SCALED
-    s.scale = s.factor = same_nan(CODEC_CALL(scale)(amax));
-#if CODEC_INVERSE
-    s.factor = same_nan(CODEC_CALL(inverse)(amax));
-#endif
-#endif
+    s.scale = same_nan(call_scale(amax));
+    s.factor = same_nan(call_inverse(amax));
     return s;
-}
-
-DEVICE u32 codec_encode_value(float value, float factor)
-{
-#if CODEC_SCALED
-    return CODEC_CALL(encode)(value, factor);
-#else
-    return CODEC_CALL(encode)(value);
-#endif
 }
 
 // `bits` as they travel: a signed codec gets them with their sign.
 template <class Elem>
-DEVICE float codec_decode_bits(Elem bits, float scale)
+DEVICE float decode_bits(Elem bits, float scale)
 {
     const u32 shift = 32 - 8 * sizeof(Elem);
     const i32 given = CODEC_SIGNED ? (i32)((u32)bits << shift) >> shift : (i32)bits;
-#if CODEC_SCALED
-    return same_nan(CODEC_CALL(decode)(given, scale));
-#else
-    return same_nan(CODEC_CALL(decode)(given));
-#endif
+    return same_nan(call_decode(given, scale));
 }

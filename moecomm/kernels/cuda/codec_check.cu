@@ -21,8 +21,8 @@ DEVICE u32 checked_call(u64 function, u32 first, u32 second)
     const float x = __uint_as_float(first), y = __uint_as_float(second);
     if (function == CHECK_SCALE) return __float_as_uint(codec_scale_of(x).scale);
     if (function == CHECK_INVERSE) return __float_as_uint(codec_scale_of(x).factor);
-    if (function == CHECK_ENCODE) return codec_encode_value(x, y);
-    return __float_as_uint(codec_decode_bits((Bits<WIRE_DTYPE>::type)first, y));
+    if (function == CHECK_ENCODE) return call_encode(x, y);
+    return __float_as_uint(decode_bits((Bits<WIRE_DTYPE>::type)first, y));
 }
 
 extern "C" __global__ void codec_check(CheckArgs a)

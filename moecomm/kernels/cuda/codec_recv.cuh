@@ -19,7 +19,7 @@ DEVICE void store_decoded(const Args& a, const RowPlan& plan, u64 c, const Chunk
         Chunk out = zero_chunk();
         UNROLL for (u32 i = 0; i < RecvRow::kElems; ++i) {
             const WireRow::Elem bits = get<WireRow::Elem>(chunk, n * RecvRow::kElems + i);
-            set<RecvRow::Elem>(out, i, encode<RECV_DTYPE>(codec_decode_bits(bits, scale)));
+            set<RecvRow::Elem>(out, i, encode<RECV_DTYPE>(decode_bits(bits, scale)));
         }
         for (u32 i = 0; i < plan.num; ++i)
             RecvRow::store((void*)recv_row(a, plan.rows[i]), c * CHUNKS_MADE + n, out,

@@ -52,11 +52,15 @@ DEVICE float largest_of_row(const Args& a, u32 t, u64 first, const Columns& kept
     return largest_of_block(largest);
 }
 
+// A block's first chunk brings its scale; without blocks the row is one.
+DEVICE u64 block_of(u64 c) { return SCALE_BLOCK ? c * WireRow::kElems / SCALE_BLOCK : 0; }
+DEVICE bool begins_block(u64 c) { return c == 0 || block_of(c) != block_of(c - 1); }
+
 DEVICE Chunk encoded(const Columns& columns, float factor)
 {
     Chunk out = zero_chunk();
     for (u32 i = 0; i < WireRow::kElems; ++i)
-        set<WireRow::Elem>(out, i, (WireRow::Elem)codec_encode_value(columns.values[i], factor));
+        set<WireRow::Elem>(out, i, (WireRow::Elem)call_encode(columns.values[i], factor));
     return out;
 }
 
@@ -68,20 +72,14 @@ DEVICE void make_row(const Args& a, u32 t, Sink& sink)
     const u64 chunks = WireRow::num_chunks();
     u64 c = threadIdx.x;
     Columns columns = load_columns(a, t, c);
-    CodecScale s = codec_scale_of(0.0f);
-#if CODEC_SCALED
-    if (!SCALE_BLOCK) s = codec_scale_of(largest_of_row(a, t, c, columns));
-#endif
+    CodecScale s = {1.0f, 1.0f};
+    if (CODEC_SCALED && !SCALE_BLOCK) s = codec_scale_of(largest_of_row(a, t, c, columns));
     while (c - lane_id() < chunks) {  // whole warps
-#if CODEC_SCALED
-        const u64 column = c * WireRow::kElems;
         if (SCALE_BLOCK) {
             const u32 lanes = SCALE_BLOCK / WireRow::kElems;
             s = codec_scale_of(largest_of_lanes(larger(0.0f, columns), lanes));
         }
-        const bool speaks = SCALE_BLOCK ? c < chunks && column % SCALE_BLOCK == 0 : c == 0;
-        if (speaks) sink.row_scale(SCALE_BLOCK ? column / SCALE_BLOCK : 0, s.scale);
-#endif
+        if (CODEC_SCALED && c < chunks && begins_block(c)) sink.row_scale(block_of(c), s.scale);
         if (c < chunks) sink.row_chunk(c, encoded(columns, s.factor));
         c += blockDim.x;
         columns = load_columns(a, t, c);
