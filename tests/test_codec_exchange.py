@@ -10,12 +10,14 @@ import pytest
 from codec_examples import ALL, Int8PerToken, OffsetBinary, Steps16, Truncated
 from exchange import Case, make_case, run_case
 from payload import assert_same_bits
+from remote import World, pretend, simulate_remote
 from simulated import exchange
 from threads import run_threads
 
 import moecomm as mc
 from moecomm import fuzzing
 from moecomm.emulator import simulate
+from moecomm.remote import Remote
 from moecomm.run import run
 
 SEEDS = 44
@@ -79,6 +81,26 @@ def test_fp8_as_a_codec_is_the_built_in_cast(block: int, pow2: bool) -> None:
 def _run(group: mc.Group, cfg: mc.MoeConfig, case: Case) -> None:
     with mc.MoeComm(cfg, group) as comm:
         run_case(comm, case)
+
+
+@pytest.mark.parametrize("decode_to", [None, "bfloat16"])
+@pytest.mark.parametrize("mode", ["proxied", "nvshmem"])
+def test_peers_out_of_reach(mode: Any, decode_to: str | None, monkeypatch: Any) -> None:
+    """Rows are encoded into what a mover, or NVSHMEM, brings across."""
+    cfg = dataclasses.replace(CFG, hidden=104, max_tokens=13, layout="grouped", in_flight=1)
+    cfg = dataclasses.replace(cfg, decode_to=decode_to, codec=OffsetBinary)
+    world = World(Remote(mode=mode, private_records=3, chunk=3), [0, 1, 0])
+    cases = [make_case(cfg, 3, step) for step in range(2)]
+    pretend(monkeypatch, world)
+    for seed in range(4):
+        simulate_remote(world, _run_all, cases, seed=seed)
+
+
+def _run_all(group: mc.Group, cases: list[Case]) -> None:
+    with mc.MoeComm(cases[0].cfg, group) as comm:
+        for case in cases:
+            run_case(comm, case)
+        group.barrier(60)
 
 
 def _half_away(value, inverse):

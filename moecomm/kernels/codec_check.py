@@ -74,7 +74,7 @@ def _run(
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         grid, block = (BLOCKS, 1, 1), (THREADS, 1, 1)
         call(cu.cuLaunchKernel, function, *grid, *block, 0, 0, ctypes.addressof(pointers), 0)
-        call(cu.cuCtxSynchronize)
+        # In the same stream, and waited for.
         return np.frombuffer(copy_from_device(index, places[2], nbytes), np.uint32)
     finally:
         call(cu.cuMemFree, memory)

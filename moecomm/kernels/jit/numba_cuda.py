@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any, Final
@@ -28,7 +29,9 @@ def load() -> Any:
         metadata.version("numba-cuda")  # numba's own numba.cuda cannot do what we need
         if not hasattr(np, "row_stack"):  # gone in numpy 2.5; numba-cuda 0.30 takes it at import
             np.row_stack = np.vstack  # type: ignore[attr-defined, unused-ignore]
-        module = importlib.import_module("numba.cuda")
+        with warnings.catch_warnings():  # what numpy 2.5 says to it, its users cannot change
+            warnings.simplefilter("ignore", DeprecationWarning)
+            module = importlib.import_module("numba.cuda")
     except ImportError as error:  # PackageNotFoundError is one, too
         raise CompileError(
             f"Python functions cannot be compiled for a GPU here: {error}. Run {INSTALL}"
