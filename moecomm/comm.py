@@ -14,6 +14,7 @@ from moecomm.errors import Overflow
 from moecomm.group import Group
 from moecomm.handle import Handle, Received, State
 from moecomm.intake import Intake
+from moecomm.kernels import choice
 from moecomm.kernels.args import (
     DISPATCH_FIELDS,
     OUT_FIELDS,
@@ -39,7 +40,9 @@ class MoeComm(Communicator):
         transport: how bytes reach a peer; ``"auto"``: the group's, which, if ``"auto"`` too, is
             picked, and the log says why.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; ``None``: what the group was started for.
-        kernels: ``"auto"`` or ``"cuda"``.
+        kernels: ``"cuda"``: CUDA C++; ``"numba"``: the same protocol in Python, with the
+            ``flags`` wire; or the path of a Python file (or folder) of kernels over those, see
+            docs/change-a-kernel.md. ``"auto"``: MOECOMM_KERNELS if set, else ``"cuda"``.
 
     Raises:
         ConfigError: an argument is wrong, or ranks differ in one (on every rank).
@@ -54,21 +57,22 @@ class MoeComm(Communicator):
         group: Group,
         transport: str = "auto",
         device: str | None = None,
-        kernels: str = "auto",
+        kernels: choice.Kernels = "auto",
     ) -> None:
         super().__init__(cfg, group)
         transport = group.transport if transport == "auto" else transport
         # First of all: an argument that only this rank cannot use is then everybody's error.
         means = {
-            "kernels": "cuda" if kernels == "auto" else kernels,
+            "kernels": choice.identity(kernels),
             "transport": transport,
             "device": (device or group.device or "cpu").partition(":")[0],
         }
         agree(group, cfg, means, cfg.timeout_s)
-        runtime.choose_kernels(kernels)
+        sources = choice.choose(kernels)
+        self.config = cfg = choice.fitting(cfg, sources)
         remote = runtime.choose_remote(cfg, group, transport)
         self.layout = Layout(cfg, group.size, group.rank, remote)
-        self._runtime = runtime.open_runtime(self.layout, group, transport, device)
+        self._runtime = runtime.open_runtime(self.layout, group, transport, device, sources)
         self.device = self._runtime.device
         self._blocks = arguments.blocks(self.layout, self._runtime)
         self._trouble = self._runtime.statuses()[STATUS_FAILURE]

@@ -48,6 +48,11 @@ VARIABLES: Final = (
         "C++ compiler that builds the kernels for the CPU emulator",
     ),
     Variable(
+        "KERNELS",
+        "cuda",
+        "what kernels='auto' means: cuda, numba, or the path of kernels in Python",
+    ),
+    Variable(
         "NO_EARLY_START",
         "0",
         "1 launches every GPU kernel after the one before it has ended (no dependent launch)",

@@ -45,6 +45,7 @@ class Limits:
     layout: LayoutName | None = None
     reduce: Reduce | None = None
     dtype: str | None = None  # of dispatch
+    kernels: str = "auto"  # as MoeComm's
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -75,6 +76,7 @@ class Case:
     cfg: MoeConfig
     steps: int
     weights_at: Literal["dispatch", "combine"]
+    kernels: str = "auto"
 
     def __str__(self) -> str:
         cfg = self.cfg
@@ -137,7 +139,8 @@ def draw_case(seed: int, limits: Limits) -> Case:
         timeout_s=3600.0,  # of simulated time: only a wait that nothing could end reaches it
     )
     at_dispatch = cfg.weights_travel or layout == "rank" or rng.random() < 0.5
-    return Case(seed, num_ranks, cfg, limits.steps, "dispatch" if at_dispatch else "combine")
+    weights_at: Literal["dispatch", "combine"] = "dispatch" if at_dispatch else "combine"
+    return Case(seed, num_ranks, cfg, limits.steps, weights_at, limits.kernels)
 
 
 def run_case(case: Case, checks: Checks = True) -> None:
@@ -166,7 +169,7 @@ def _run_rank(group: Group, case: Case) -> list[Seen]:
     """All steps; with two slots, a step is sent before the last one is finished."""
     seen: list[Seen] = []
     waiting: list[tuple[int, Handle]] = []
-    with MoeComm(case.cfg, group, device="cpu") as comm:
+    with MoeComm(case.cfg, group, device="cpu", kernels=case.kernels) as comm:
         for step in range(case.steps):
             x, idx, weights = case.inputs(step, group.rank)
             given = weights if case.weights_at == "dispatch" else None

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from moecomm.config import DISPATCH_DTYPES, LAYOUTS, MoeConfig
 from moecomm.errors import ConfigError
+from moecomm.kernels import choice
 
 ROUTINGS: Final = ("uniform", "zipf")
 FP8: Final = "float8_e4m3fn"
@@ -123,4 +124,4 @@ class Options:
             "num_sms": self.num_sms,
             "timeout_s": 30.0,
         }
-        return MoeConfig(**fields)
+        return choice.fitting(MoeConfig(**fields), choice.choose(self.kernels))

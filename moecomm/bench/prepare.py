@@ -12,6 +12,7 @@ from typing import Final
 
 from moecomm.bench.options import Options
 from moecomm.cuda_driver import attribute
+from moecomm.kernels import choice
 from moecomm.kernels.jit import compile_kernel
 from moecomm.kernels.stages import STAGES, Variant, input_codes
 from moecomm.layout import Layout
@@ -37,24 +38,24 @@ def variants(wanted: Iterable[Layout]) -> list[Variant]:
     ]
 
 
-def compile_ahead(wanted: Iterable[Layout]) -> None:
-    """Put all kernels into the cache that the ranks share.
+def compile_ahead(wanted: Iterable[Layout], kernels: str = "auto") -> None:
+    """Put all kernels into the cache that the ranks share. ``kernels``: as ``MoeComm``'s.
 
     Raises:
         CompileError: one does not compile.
     """
     began = time.monotonic()
-    kernels = variants(wanted)
-    processes = max(1, min(MOST_PROCESSES, os.cpu_count() or 1, len(kernels)))
+    tasks = variants(wanted)
+    processes = max(1, min(MOST_PROCESSES, os.cpu_count() or 1, len(tasks)))
     # Processes of their own: the compiler holds the interpreter's lock, and looking at the GPU
     # here would keep a context of this process on it.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
         arch = pool.submit(_arch).result()
-        for _ in pool.map(_compile, kernels, [arch] * len(kernels)):
+        for _ in pool.map(_compile, tasks, [arch] * len(tasks), [kernels] * len(tasks)):
             pass
     took = time.monotonic() - began
-    logger.info("%d kernels for %s ready after %.1f s", len(kernels), arch, took)
+    logger.info("%d kernels for %s ready after %.1f s", len(tasks), arch, took)
 
 
 def _arch() -> str:
@@ -63,5 +64,10 @@ def _arch() -> str:
     )
 
 
-def _compile(variant: Variant, arch: str) -> None:
-    compile_kernel(variant.source, variant.defines, arch)
+def _compile(variant: Variant, arch: str, kernels: str) -> None:
+    if choice.choose(kernels) is None:
+        compile_kernel(variant.source, variant.defines, arch)
+        return
+    from moecomm.kernels.numba_jit.gpu import compile_variant
+
+    compile_variant(kernels, variant, arch)

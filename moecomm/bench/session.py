@@ -10,6 +10,7 @@ from moecomm.bench.environment import environment
 from moecomm.bench.options import Options
 from moecomm.bench.prepare import compile_ahead, layouts
 from moecomm.bench.worker import NO_TIME, bench_rank
+from moecomm.kernels import choice
 from moecomm.layout import Layout
 from moecomm.run import run
 
@@ -22,7 +23,7 @@ def run_bench(options: Options) -> dict[str, Any]:
     Raises: what a rank raises; ``TransportUnavailable`` where there is no GPU.
     """
     machine = environment()
-    compile_ahead(layouts(options))
+    compile_ahead(layouts(options), options.kernels)
     reports = run(
         bench_rank,
         options.ranks,
@@ -54,7 +55,7 @@ def results_of(reports: list[dict[str, Any]], options: Options) -> Iterator[Reco
         records = [report["records"][number] for report in reports]
         head = {
             "transport": "nvlink" if options.transport == "auto" else options.transport,
-            "kernels": "cuda" if options.kernels == "auto" else options.kernels,
+            "kernels": choice.named(options.kernels),
             **dataclasses.asdict(case),
             "world_size": options.ranks,
             "num_gpus": len(set(reports[0]["uuids"])),

@@ -36,7 +36,7 @@ def bench(
         int | None, typer.Option(help="Multiprocessors a kernel may use.", show_default="all")
     ] = None,
     transport: Annotated[str, typer.Option(help="How ranks reach each other.")] = "auto",
-    kernels: Annotated[str, typer.Option(help="auto or cuda.")] = "auto",
+    kernels: Annotated[str, typer.Option(help="auto, cuda, numba, or a path.")] = "auto",
     pairs: Annotated[int, typer.Option(min=1, help="Pairs in one graph.")] = 20,
     replays: Annotated[int, typer.Option(min=1, help="Timed replays of it.")] = 200,
     nccl: Annotated[bool, typer.Option(help="Time NCCL's all-to-all, too.")] = True,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +18,8 @@ from rich.text import Text
 
 from moecomm import dtypes
 from moecomm.doctor.finding import size_text
-from moecomm.kernels.jit import DEFAULT_ARCHS, Toolchain
+from moecomm.kernels import choice
+from moecomm.kernels.jit import DEFAULT_ARCHS, Compiled, Toolchain
 from moecomm.kernels.jit.batch import Outcome, Task, compile_all
 from moecomm.kernels.stages import Variant, variants
 
@@ -30,6 +32,9 @@ def compile_kernels(
     jobs: Annotated[
         int, typer.Option(min=0, help="Processes that compile; 0: one for each CPU.")
     ] = 0,
+    kernels: Annotated[
+        str, typer.Option(help="auto, cuda, numba, or the path of kernels in Python.")
+    ] = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the table as JSON on stdout.")
     ] = False,
@@ -43,7 +48,7 @@ def compile_kernels(
     toolchain = Toolchain.load()
     for name in archs:
         toolchain.check_arch(name)
-    tasks = [_task(variant, name) for name in archs for variant in variants()]
+    tasks = [task for name in archs for task in _tasks(kernels, name)]
     outcomes = _with_progress(tasks, jobs or available_cpus())
     if as_json:
         typer.echo(json.dumps([row for o in outcomes for row in rows(o)], indent=2))
@@ -68,12 +73,25 @@ def failed(outcomes: Iterable[Outcome]) -> bool:
     )
 
 
-def _task(variant: Variant, arch: str) -> Task:
+def _tasks(kernels: str, arch: str) -> list[Task]:
+    if choice.choose(kernels) is None:
+        return [_task(variant, arch) for variant in variants()]
+    from moecomm.kernels.numba_jit import gpu
+
+    name = choice.named(kernels)
+    return [
+        _task(v, arch, functools.partial(gpu.compile_variant, name, v, arch))
+        for v in gpu.variants()
+    ]
+
+
+def _task(variant: Variant, arch: str, make: Callable[[], Compiled] | None = None) -> Task:
     detail = ""
     if variant.stage == "dispatch_send":
         names = {entry.code: entry.name for entry in dtypes.DTYPES.values()}
         detail = f"from {names[variant.input_code]}"
-    return Task(variant.label, detail, variant.source, variant.defines, arch)
+    source = variant.source if make is None else f"{variant.stage} in Python"
+    return Task(variant.label, detail, source, variant.defines, arch, make)
 
 
 def _with_progress(tasks: list[Task], jobs: int) -> list[Outcome]:

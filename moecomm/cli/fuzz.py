@@ -37,6 +37,9 @@ def fuzz(
     tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a rank in a step.")] = 12,
     hidden: Annotated[int, typer.Option(min=1, help="Most columns of a token.")] = 96,
     steps: Annotated[int, typer.Option(min=1, help="Exchanges per seed.")] = 3,
+    kernels: Annotated[
+        str, typer.Option(help="auto, cuda, numba, or the path of kernels in Python.")
+    ] = "auto",
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Not only to the first.")
     ] = False,
@@ -58,6 +61,7 @@ def fuzz(
         layout=layout.value if layout else None,
         reduce=reduce.value if reduce else None,
         dtype=dtype.value if dtype else None,
+        kernels=kernels,
     )
     passed: Counter[str] = Counter()
     failures: list[tuple[Case, MoecommError]] = []

@@ -78,10 +78,11 @@ def find_compiler() -> tuple[str, ...]:
     )
 
 
-def build_program(source: str, name: str, *, checks: bool) -> Path:
+def build_program(source: str, name: str, *, checks: bool, objects: Sequence[Path] = ()) -> Path:
     """Return the shared object of kernels ``source``, which defines the kernel table.
 
-    ``name`` is for messages and for the name of a kept source.
+    ``name`` is for messages and for the name of a kept source. ``objects`` are object files that
+    ``source`` calls and that call it; with them, ``source`` is compiled once whatever they are.
 
     Raises:
         CompileError: no compiler, or it refuses; holds its log and the path of the kept source.
@@ -91,7 +92,15 @@ def build_program(source: str, name: str, *, checks: bool) -> Path:
     flags += CLANG_FLAGS if clang else GCC_FLAGS
     if clang and checks:
         flags += CHECKED_CLANG_FLAGS
-    return _build(source, name, flags, DEVICE_HEADERS)
+    if not objects:
+        return _build(source, name, flags, DEVICE_HEADERS)
+    return _link(name, [_build(source, name, flags, DEVICE_HEADERS, suffix=".o"), *objects])
+
+
+def build_object(source: str, name: str) -> Path:
+    """Return the object file of plain C++ that needs none of the emulator's headers. Raises as
+    ``build_program``."""
+    return _build(source, name, PROGRAM_FLAGS, (), suffix=".o")
 
 
 def build_runtime() -> Path:
@@ -101,7 +110,9 @@ def build_runtime() -> Path:
     return _build(source, "emulator_runtime", FLAGS, headers)
 
 
-def _build(source: str, name: str, flags: Sequence[str], headers: Sequence[str]) -> Path:
+def _build(
+    source: str, name: str, flags: Sequence[str], headers: Sequence[str], suffix: str = ".so"
+) -> Path:
     compiler = find_compiler()
     texts = [(include_dir() / header).read_text(encoding="utf-8") for header in headers]
     machine = f"{platform.system()} {platform.machine()}"
@@ -110,7 +121,19 @@ def _build(source: str, name: str, flags: Sequence[str], headers: Sequence[str])
     def compile_to(path: Path) -> None:
         _compile(compiler, source, name, flags, path)
 
-    return default_cache().get(key, ".so", compile_to, what=f"emulator program {name}")
+    return default_cache().get(key, suffix, compile_to, what=f"emulator program {name}")
+
+
+def _link(name: str, objects: Sequence[Path]) -> Path:
+    compiler = find_compiler()
+    version = _compiler_version(compiler)
+    key = key_of("link", *LINK_FLAGS, version, *(file.read_bytes() for file in objects))
+
+    def link_to(path: Path) -> None:
+        files = [str(file) for file in objects]
+        _run(name, "", [*compiler, *LINK_FLAGS, "-o", str(path), *files, "-lm"])
+
+    return default_cache().get(key, ".so", link_to, what=f"emulator program {name}")
 
 
 @functools.cache
@@ -130,13 +153,15 @@ def _compile(
 ) -> None:
     source_path = output.parent / f"{name}.cpp"
     source_path.write_text(source, encoding="utf-8")
-    obj = str(source_path.with_suffix(".o"))
+    linked = output.suffix != ".o"
+    obj = str(source_path.with_suffix(".o") if linked else output)
     _run(
         name,
         source,
         [*compiler, *flags, "-I", str(include_dir()), "-c", "-o", obj, str(source_path)],
     )
-    _run(name, source, [*compiler, *LINK_FLAGS, "-o", str(output), obj, "-lm"])
+    if linked:
+        _run(name, source, [*compiler, *LINK_FLAGS, "-o", str(output), obj, "-lm"])
 
 
 def _run(name: str, source: str, command: list[str]) -> None:

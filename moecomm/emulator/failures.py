@@ -14,7 +14,7 @@ from moecomm.emulator.errors import CheckFailure, Deadlock, EmulatorError
 KINDS: Final = (
     "none", "deadlock", "divergence", "step limit", "stack overflow", "out of memory",
     "uninitialised read", "stale read", "race", "wrong scope", "misaligned access",
-    "access out of range", "foreign access",
+    "access out of range", "foreign access", "kernel error",
 )  # fmt: skip
 _DEADLOCKS: Final = ("deadlock", "step limit")
 _PLACE: Final = re.compile(r" at \[([^\]]+)\+(0x[0-9a-f]+)\]")

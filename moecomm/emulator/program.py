@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final
 
 from moecomm.emulator.build import build_program
@@ -29,12 +30,18 @@ class EmulatorProgram:
             macros ahead of its ``#include`` of it.
         name: for messages, and the file name of a source that does not compile.
         kernels: names of its kernels; ``None``: those that the text defines outside of macros.
+        objects: makes the object files that are linked with it, when a variant is asked for.
 
     Nothing is compiled before a variant is asked for: ``prepare``, or the first launch.
     """
 
     def __init__(
-        self, source: str, *, name: str = "program", kernels: Sequence[str] | None = None
+        self,
+        source: str,
+        *,
+        name: str = "program",
+        kernels: Sequence[str] | None = None,
+        objects: Callable[[], Sequence[Path]] = tuple,
     ) -> None:
         self.source = source
         self.name = name
@@ -42,6 +49,7 @@ class EmulatorProgram:
         self.kernels: tuple[str, ...] = tuple(dict.fromkeys(found))
         if not self.kernels:
             raise ConfigError(f'{name}: source has no extern "C" __global__ void name(Args)')
+        self._objects = objects
         self._variants: dict[bool, _Variant] = {}
         self._lock = threading.Lock()
 
@@ -72,7 +80,8 @@ class EmulatorProgram:
         with self._lock:
             if checks not in self._variants:
                 text = _complete(self.source, self.kernels)
-                path = build_program(text, self.name, checks=checks)
+                objects = self._objects()
+                path = build_program(text, self.name, checks=checks, objects=objects)
                 self._variants[checks] = _Variant(ctypes.CDLL(str(path)))
             return self._variants[checks]
 

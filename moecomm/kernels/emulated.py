@@ -33,10 +33,10 @@ class EmulatedKernels:
         self, layout: Layout, simulation: Simulation | None, machine: Machine = EMULATOR
     ) -> None:
         self._layout = layout
-        self._table = emulator_table(layout)
+        self._words: tuple[int, ...] | None = None
         self._simulation = simulation
         self._machine = machine
-        self._worlds: dict[EmulatorProgram, ProcessWorld] = {}
+        self._worlds: dict[tuple[EmulatorProgram, tuple[int, ...]], ProcessWorld] = {}
         checks = simulation is not None and simulation.checks
         for stage in STAGES:
             for code in input_codes(layout.cfg) if stage == "dispatch_send" else [0]:
@@ -45,15 +45,15 @@ class EmulatedKernels:
     def launch(self, stage: str, args: Args, num_tokens: int, input_code: int) -> None:
         """Run one stage. Raises what the emulator finds: ``Deadlock``, ``CheckFailure``."""
         shape = geometry(stage, self._layout, self._machine, num_tokens)
-        program = self._program(stage, input_code)
+        program, table = self._program(stage, input_code), self._table(stage, input_code)
         kernel = kernel_name(self._layout, stage)
         launch = (kernel, bytes(args), shape.blocks, shape.threads, shape.shared_bytes)
         if self._simulation is not None:
-            self._simulation.launch(self._layout.rank, program, self._table, *launch)
+            self._simulation.launch(self._layout.rank, program, table, *launch)
             return
-        if program not in self._worlds:
-            self._worlds[program] = ProcessWorld(program, self._table)
-        self._worlds[program].launch(*launch)
+        if (program, table) not in self._worlds:
+            self._worlds[program, table] = ProcessWorld(program, table)
+        self._worlds[program, table].launch(*launch)
 
     def close(self) -> None:
         """Idempotent."""
@@ -63,6 +63,12 @@ class EmulatedKernels:
     def _program(self, stage: str, input_code: int) -> EmulatorProgram:
         defines = emulator_defines(self._layout, stage, input_code)
         return _program(kernel_name(self._layout, stage), tuple(defines.items()))
+
+    def _table(self, stage: str, input_code: int) -> tuple[int, ...]:
+        """What the program's configuration words are."""
+        if self._words is None:
+            self._words = tuple(emulator_table(self._layout))
+        return self._words
 
 
 @functools.cache

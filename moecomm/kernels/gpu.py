@@ -9,8 +9,8 @@ from moecomm.cuda_driver import attribute, call, check, current
 from moecomm.kernels import coding
 from moecomm.kernels.args import ArgBlock
 from moecomm.kernels.codec_check import check_on_gpu
-from moecomm.kernels.geometry import Machine, geometry, gpu_block, shared_bytes
-from moecomm.kernels.jit import compile_kernel
+from moecomm.kernels.geometry import Block, Machine, geometry, gpu_block, shared_bytes
+from moecomm.kernels.jit import Compiled, compile_kernel
 from moecomm.kernels.stages import STAGES, gpu_defines, input_codes, kernel_name
 from moecomm.layout import Layout
 
@@ -28,7 +28,7 @@ class GpuKernels:
     def __init__(self, layout: Layout, index: int) -> None:
         self._index = index
         self._layout = layout
-        block = gpu_block(layout)
+        block = self._block()
         most = block.per_sm * attribute(index, "MULTIPROCESSOR_COUNT")
         self._machine = Machine(most, block.threads)
         major = attribute(index, "COMPUTE_CAPABILITY_MAJOR")
@@ -86,11 +86,18 @@ class GpuKernels:
         self._configs[stage, num_tokens, stream] = config
         return config
 
-    def _load(self, stage: str, code: int) -> Any:
+    def _block(self) -> Block:
+        return gpu_block(self._layout)
+
+    def _compile(self, stage: str, code: int) -> tuple[str, Compiled]:
+        """The kernel's name, and its cubin."""
         defines = gpu_defines(self._layout, stage, code)
         kernel = kernel_name(self._layout, stage)
         link = coding.link_inputs(self._layout.cfg, stage, self._arch)
-        compiled = compile_kernel(f"{kernel}.cu", defines, self._arch, link=link)
+        return kernel, compile_kernel(f"{kernel}.cu", defines, self._arch, link=link)
+
+    def _load(self, stage: str, code: int) -> Any:
+        kernel, compiled = self._compile(stage, code)
         cu = self._cu
         module = call(cu.cuModuleLoad, str(compiled.path).encode())
         self._modules.append(module)

@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Mapping
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Final
 
 from moecomm.errors import ConfigError
@@ -19,8 +20,15 @@ _IDENTIFIER: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 @functools.cache
 def names() -> tuple[str, ...]:
     """Return the file names of all device sources and headers, sorted."""
-    folder = resources.files("moecomm.kernels") / "cuda"
-    return tuple(sorted(f.name for f in folder.iterdir() if f.name.endswith((".cu", ".cuh"))))
+    return tuple(sorted(_places()))
+
+
+@functools.cache
+def _places() -> dict[str, Traversable]:
+    """Name → file. The kernels in Python have one header beside them."""
+    folders = [resources.files("moecomm.kernels") / name for name in ("cuda", "numba")]
+    files = [file for folder in folders for file in folder.iterdir()]
+    return {file.name: file for file in files if file.name.endswith((".cu", ".cuh"))}
 
 
 @functools.cache
@@ -32,7 +40,7 @@ def load(name: str) -> str:
     """
     if name not in names():
         raise ConfigError(f"name={name!r}: must be one of {', '.join(names())}")
-    return (resources.files("moecomm.kernels") / "cuda" / name).read_text(encoding="utf-8")
+    return _places()[name].read_text(encoding="utf-8")
 
 
 def bundle(name: str, defines: Mapping[str, int | str]) -> str:

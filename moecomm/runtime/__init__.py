@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from moecomm.config import MoeConfig
-from moecomm.errors import ConfigError, TransportUnavailable
+from moecomm.errors import ConfigError
 from moecomm.group import Group
+from moecomm.kernels.numba_jit.sources import Sources
 from moecomm.layout import Layout
 from moecomm.remote import Remote
 from moecomm.runtime.base import Runtime
-
-
-def choose_kernels(kernels: str) -> str:
-    """``"auto"`` is the CUDA C++ kernels."""
-    if kernels not in ("auto", "cuda", "numba"):
-        raise ConfigError(f"kernels={kernels!r}: must be 'auto', 'cuda' or 'numba'")
-    if kernels == "numba":
-        raise TransportUnavailable(
-            "kernels='numba': this version has no numba kernels yet; use kernels='cuda'"
-        )
-    return "cuda"
 
 
 def choose_remote(cfg: MoeConfig, group: Group, transport: str) -> Remote | None:
@@ -28,21 +18,29 @@ def choose_remote(cfg: MoeConfig, group: Group, transport: str) -> Remote | None
     return None
 
 
-def open_runtime(layout: Layout, group: Group, transport: str, device: str | None) -> Runtime:
-    """The runtime for ``device``; ``None``: the group's.
+def open_runtime(
+    layout: Layout, group: Group, transport: str, device: str | None, sources: Sources | None = None
+) -> Runtime:
+    """The runtime for ``device``; ``None``: the group's. ``sources``: kernels in Python.
 
     Raises:
         ConfigError: no such device or transport.
         TransportUnavailable: the transport does not work here.
     """
+    if sources is not None and layout.areas is not None:
+        raise ConfigError(
+            "kernels in Python load from and store to their peers themselves; these peers are "
+            f"remote (transport={transport!r})"
+        )
     name = device or group.device or "cpu"
     kind, _, index = name.partition(":")
     if kind == "cpu" and not index:
         from moecomm.runtime.cpu import CpuRuntime
 
-        return CpuRuntime(layout, group, transport)
+        return CpuRuntime(layout, group, transport, sources)
     if kind == "cuda" and (not index or index.isdigit()):
         from moecomm.runtime.cuda import CudaRuntime
 
-        return CudaRuntime(layout, group, transport, int(index) if index else None)
+        number = int(index) if index else None
+        return CudaRuntime(layout, group, transport, number, sources)
     raise ConfigError(f"device={name!r}: must be 'cpu', 'cuda' or 'cuda:N'")

@@ -18,6 +18,7 @@ from moecomm.errors import OutOfMemory, TransportUnavailable
 from moecomm.group import Group
 from moecomm.kernels.args import STATUS_BYTES, ArgBlock, Status
 from moecomm.kernels.emulated import EmulatedKernels
+from moecomm.kernels.numba_jit.sources import Sources
 from moecomm.layout import Layout
 from moecomm.runtime.base import POISON, as_stream
 from moecomm.transport import open_memory
@@ -49,8 +50,11 @@ class CpuRuntime:
     owner: object
     synchronous = True
 
-    def __init__(self, layout: Layout, group: Group, transport: str) -> None:
+    def __init__(
+        self, layout: Layout, group: Group, transport: str, sources: Sources | None = None
+    ) -> None:
         self._layout = layout
+        self._sources = sources
         self._simulation = group.simulation
         # What one rank may fail in alone comes before what all do together.
         together(group, "load", self._load, max(layout.cfg.timeout_s, SETUP_S))
@@ -97,7 +101,7 @@ class CpuRuntime:
         self._memory.close()
 
     def _load(self) -> bool:
-        self._kernels = EmulatedKernels(self._layout, self._simulation)
+        self._kernels = self._make_kernels()
         workspace = HostMemory(self._layout.local.nbytes)
         self.local, self.owner = workspace.address, workspace
         self._status = HostMemory(STATUS_BYTES)
@@ -118,6 +122,13 @@ class CpuRuntime:
     def _shared_arenas(self) -> list[Arena]:
         areas = self._layout.areas
         return [self._layout.symmetric, *([areas.flags, areas.bulk] if areas else [])]
+
+    def _make_kernels(self) -> EmulatedKernels:
+        if self._sources is None:
+            return EmulatedKernels(self._layout, self._simulation)
+        from moecomm.kernels.numba_jit.emulated import EmulatedPythonKernels
+
+        return EmulatedPythonKernels(self._layout, self._simulation, self._sources)
 
     def _connect(self, group: Group, transport: str) -> None:
         peers = (ctypes.c_uint64 * group.size).from_address(

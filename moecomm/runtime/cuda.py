@@ -15,6 +15,7 @@ from moecomm.cuda_driver import PinnedMemory, call, current
 from moecomm.group import Group
 from moecomm.kernels.args import STATUS_BYTES, ArgBlock, Status
 from moecomm.kernels.gpu import GpuKernels
+from moecomm.kernels.numba_jit.sources import Sources
 from moecomm.layout import Layout
 from moecomm.runtime.base import POISON
 from moecomm.runtime.devices import choose_index
@@ -31,8 +32,16 @@ class CudaRuntime:
     remote_flags = 0
     remote_bulk = 0
 
-    def __init__(self, layout: Layout, group: Group, transport: str, index: int | None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        group: Group,
+        transport: str,
+        index: int | None,
+        sources: Sources | None = None,
+    ) -> None:
         timeout_s = max(layout.cfg.timeout_s, SETUP_S)
+        self._sources = sources
         self._layout = layout
         self._group = group
         self._closed = False
@@ -99,7 +108,7 @@ class CudaRuntime:
         layout, index = self._layout, self._index
         self._get_current = cuda_driver.driver().cuCtxGetCurrent
         self._context = cuda_driver.context(index)
-        self._kernels = GpuKernels(layout, index)
+        self._kernels = self._make_kernels()
         self._undo.callback(self._kernels.close)
         self._streams = Streams(index)
         self._undo.callback(self._streams.close)
@@ -111,6 +120,13 @@ class CudaRuntime:
         self.status_address = self._status.address
         self._statuses = list((Status * 3).from_address(self.status_address))
         return True
+
+    def _make_kernels(self) -> GpuKernels:
+        if self._sources is None:
+            return GpuKernels(self._layout, self._index)
+        from moecomm.kernels.numba_jit.gpu import GpuPythonKernels
+
+        return GpuPythonKernels(self._layout, self._index, self._sources)
 
     def _prepare(self) -> None:
         """Tell kernels where the peers are."""

@@ -47,6 +47,8 @@ struct Api {
     void (*raw_access)(Thread*, const void*, u32 bytes, bool write);
     // How often to do the read-modify-write: 1, or what a fault says (`value` is added again).
     u32 (*atomic_update)(Thread*, void*, u32 bytes, Order, Scope);
+    // Ends the run: device code itself found something wrong. Does not return.
+    void (*fail)(Thread*, const char* what);
 };
 
 // A CUDA thread, as far as device code sees it. The runtime's Fiber begins with it.
@@ -57,6 +59,7 @@ struct Thread {
     void* shared;        // dynamic shared memory of the block
     long long fuel;      // wrapper calls left until the scheduler takes a turn
     const void* pc;      // kernel code that called the last wrapper; with checks only
+    const void* caller;  // where to say that it was, instead; see note_caller
     const void* polled;  // last word read by an atomic load: what a stuck thread waits for
     u32 wrote;           // it did something that others may wait for since it was resumed
     u32 lane;
@@ -82,7 +85,7 @@ EMU_CALLED Thread* self()
 // Where kernel code called the wrapper that this is part of; known with checks only.
 EMU_WITHIN void note_place(Thread* t)
 {
-    if (MOECOMM_EMULATOR_CHECKS) t->pc = __builtin_return_address(0);
+    if (MOECOMM_EMULATOR_CHECKS) t->pc = t->caller ? t->caller : __builtin_return_address(0);
 }
 
 // Each wrapper call comes through here: the place where a scheduler may switch threads.
@@ -92,6 +95,13 @@ EMU_WITHIN Thread* step()
     note_place(t);
     if (__builtin_expect(--t->fuel < 0, 0)) t->api->preempt(t);
     return t;
+}
+
+// For code that is called from another language: reports are to name `place`, its caller, and not
+// the code itself.
+EMU_WITHIN void note_caller(const void* place)
+{
+    if (MOECOMM_EMULATOR_CHECKS) self()->caller = place;
 }
 
 EMU_CALLED const u64* config() { return self()->config; }

@@ -125,7 +125,7 @@ inline void prepare_block(Block& b, Launch& launch, u32 number, const Api* api)
         f.config_bytes = launch.config.size() * sizeof(u64);
         f.shared = shared;
         f.fuel = 0;
-        f.pc = f.polled = nullptr;
+        f.pc = f.caller = f.polled = nullptr;
         f.wrote = 0;
         f.lane = i % kWarp;
         f.thread_idx = unflatten(i, launch.block);

@@ -21,7 +21,7 @@ namespace emu {
 
 enum class FailureKind : u32 {  // names: failures.py
     none = 0, deadlock, divergence, step_limit, stack_overflow, out_of_memory, uninitialised, stale,
-    race, scope, misaligned, out_of_range, foreign,
+    race, scope, misaligned, out_of_range, foreign, kernel_error,
 };
 
 struct Violation {

@@ -61,13 +61,14 @@ u32 api_atomic_update(Thread* t, void* p, u32 bytes, Order order, Scope scope)
 {
     return fiber(t)->world->atomic_update(fiber(t), p, bytes, order, scope);
 }
+void api_fail(Thread* t, const char* what) { fiber(t)->world->fail(fiber(t), what); }
 
 }  // namespace
 
 const Api kApi = {
     api_block_barrier, api_warp, api_preempt, api_poll, api_time_ns, api_note_epoch,
     api_note_wait, api_fence, api_data_load, api_data_store, api_atomic_load, api_atomic_store,
-    api_raw_access, api_atomic_update,
+    api_raw_access, api_atomic_update, api_fail,
 };
 
 }  // namespace emu

@@ -97,6 +97,7 @@ struct World {
     void raw_access(Fiber* f, const void* p, u32 bytes, bool write);
     void fence(Fiber* f);
     void finish(Fiber* f);
+    [[noreturn]] void fail(Fiber* f, const char* what);
     // Ends the run. Set failure.text before: nothing on this stack is destroyed.
     [[noreturn]] void stop(FailureKind kind, const Fiber* f);
     void verify(bool ok, const Fiber* f);
@@ -431,6 +432,12 @@ inline void World::finish(Fiber* f)
         to_main(nowhere_);
     }
     __builtin_unreachable();
+}
+
+inline void World::fail(Fiber* f, const char* what)
+{
+    failure.text = describe_thread(*f) + ": " + what;
+    stop(FailureKind::kernel_error, f);
 }
 
 inline void World::stop(FailureKind kind, const Fiber* f)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
@@ -16,7 +16,8 @@ class Task:
     """One cubin to make: a source of the package with its defines.
 
     ``label`` and ``detail`` say what it is for: the problem, and what sets it apart from other
-    kernels of the same source.
+    kernels of the same source. ``make`` compiles it where that is not a matter of source and
+    defines; it must be picklable.
     """
 
     label: str
@@ -24,6 +25,7 @@ class Task:
     source: str
     defines: Mapping[str, int | str]
     arch: str
+    make: Callable[[], Compiled] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,10 @@ def compile_all(tasks: Sequence[Task], jobs: int) -> Iterator[Outcome]:
 
 def _compile(task: Task) -> Outcome:
     try:
-        compiled = compile_kernel(task.source, task.defines, task.arch)
+        if task.make is not None:
+            compiled = task.make()
+        else:
+            compiled = compile_kernel(task.source, task.defines, task.arch)
         compiled.require_report()
         return Outcome(task, compiled)
     except CompileError as error:

@@ -51,13 +51,19 @@ def identity() -> str:
 
 
 def device_function(
-    function: Callable[..., Any], signature: Callable[[Any], Any], name: str, arch: str
+    function: Callable[..., Any],
+    signature: Callable[[Any], Any],
+    name: str,
+    arch: str,
+    *,
+    inline: bool = False,
 ) -> bytes:
     """Compile ``function`` to LTO-IR, as the ``extern "C" __device__`` function ``name``.
 
     Args:
         signature: ``numba.types`` → signature, return type included.
         arch: such as "sm_90": code for this architecture and later ones.
+        inline: into whatever calls it, however long it is.
 
     Raises:
         CompileError: numba refuses the function, or is missing.
@@ -65,6 +71,7 @@ def device_function(
     cuda = load()
     types = importlib.import_module("numba.types")
     options = {"output": "ltoir", "abi": "c", "abi_info": {"abi_name": name}, "device": True}
+    options["forceinline"] = inline
     with _LOCK, _device(capability(arch)):
         try:
             code, _ = cuda.compile(function, signature(types), cc=capability(arch), **options)
