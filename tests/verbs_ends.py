@@ -9,7 +9,7 @@ import time
 
 from moecomm.transport.base import Region
 from moecomm.transport.engine import records
-from moecomm.transport.engine.provider import Sizing
+from moecomm.transport.engine.provider import Registration, Sizing
 from moecomm.transport.verbs.nic import VerbsNic
 
 TIMEOUT_S = 30.0
@@ -71,6 +71,12 @@ class End:
 
     def write(self, other: End, peer: int, context: int, nbytes: int, imm: int | None = 0) -> Post:
         """Write the first bytes to the same place of ``other``."""
+        return self.write_to(other.registration, peer, context, nbytes, imm)
+
+    def write_to(
+        self, to: Registration, peer: int, context: int, nbytes: int, imm: int | None = 0
+    ) -> Post:
+        """Write the first bytes to the beginning of a peer's region."""
         return Post(
             peer=peer,
             kind=records.WRITE,
@@ -80,8 +86,8 @@ class End:
             local=self.region.address,
             local_key=self.registration.local_key,
             nbytes=nbytes,
-            remote=other.registration.remote_base,
-            remote_key=other.registration.remote_key,
+            remote=to.remote_base,
+            remote_key=to.remote_key,
         )
 
     def signal(self, peer: int, context: int, nbytes: int, imm: int = 0) -> Post:

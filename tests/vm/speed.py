@@ -1,0 +1,258 @@
+"""``python tests/vm -- python tests/vm/speed.py``: the engine beside perftest, on one soft-RoCE
+device. Prints one line of JSON: the best of alternating runs (other work on the machine only adds),
+and ratios.
+
+Latency: half a round trip of 8-byte writes. perftest polls memory for a plain write; the engine's
+carries an immediate and is counted. Bandwidth: 64 KiB writes, 16 under way.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import transport_conformance as conformance
+from forked import run_forked
+from verbs_ends import SIZING, End
+
+from moecomm.group import Group
+from moecomm.transport.engine import EngineOptions, TransferEngine, jit
+from moecomm.transport.engine import program as P
+from moecomm.transport.engine.blocks import Block
+from moecomm.transport.engine.jit import hook
+from moecomm.transport.engine.native import c_function, ld32, ld64, st64
+from moecomm.transport.engine.provider import Registration
+from moecomm.transport.engine.records import ARRIVED, EVENT_BYTES, SENT
+from moecomm.transport.verbs import open_engine
+from moecomm.transport.verbs.devices import choose_ports
+from moecomm.transport.verbs.nic import VerbsNic
+
+HOPS: Final = 1000
+WINDOW: Final = 16
+WRITES: Final = 400
+NBYTES: Final = 65536
+REPEATS: Final = 3
+_IMM: Final = 3
+# Words of a program's state.
+_ENGINE, _OP, _LEFT, _FIRST, _START, _END = (8 * n for n in range(6))
+_LOCAL, _LOCAL_KEY, _REMOTE, _REMOTE_KEY, _PEER, _BUSY = (8 * n for n in range(6, 12))
+
+
+@jit.inner
+def _write(state, op, nbytes, imm):  # type: ignore[no-untyped-def]
+    engine = ld64(state + _ENGINE)
+    P.begin(engine, op, 1)
+    P.write(
+        engine,
+        op,
+        0,
+        ld64(state + _PEER),
+        ld64(state + _LOCAL),
+        ld64(state + _LOCAL_KEY),
+        nbytes,
+        ld64(state + _REMOTE),
+        ld64(state + _REMOTE_KEY),
+        imm,
+    )
+
+
+@hook("int64(int64)")
+def ping_pong(state):  # type: ignore[no-untyped-def]
+    engine, op = ld64(state + _ENGINE), ld64(state + _OP)
+    left = ld64(state + _LEFT)
+    if left == 0 or not P.is_done(engine, op):
+        return 0
+    if ld64(state + _FIRST) != 0:
+        st64(state + _FIRST, 0)
+        st64(state + _START, P.now_ns(engine))
+    elif not P.take(engine, _IMM, 1):
+        return 0
+    else:
+        st64(state + _LEFT, left - 1)
+        if left == 1:
+            st64(state + _END, P.now_ns(engine))
+    _write(state, op, 8, _IMM)
+    return 1
+
+
+@hook("int64(int64)")
+def stream(state):  # type: ignore[no-untyped-def]
+    engine, first = ld64(state + _ENGINE), ld64(state + _OP)
+    left, did = ld64(state + _LEFT), 0
+    if left == 0 and ld64(state + _BUSY) == 0:
+        return 0
+    if ld64(state + _START) == 0:
+        st64(state + _START, P.now_ns(engine))
+    busy = 0
+    for n in range(WINDOW):
+        if P.is_done(engine, first + n) and left > 0:
+            _write(state, first + n, NBYTES, -1)
+            left -= 1
+            did = 1
+        if not P.is_done(engine, first + n):
+            busy += 1
+    st64(state + _LEFT, left)
+    st64(state + _BUSY, busy)
+    if left == 0 and busy == 0:
+        st64(state + _END, P.now_ns(engine))
+    return did
+
+
+def _state(engine: TransferEngine, group: Group, count: int) -> Block:
+    memory = engine.allocate(NBYTES)
+    remote = conformance.registered(engine, group, memory)[1 - group.rank]
+    there, here = engine.remote_place(remote, 0), engine.local_place(memory, 0)
+    block = Block(128)
+    for offset, value in {
+        _ENGINE: engine.state,
+        _OP: engine.program_operations[0],
+        _LEFT: count,
+        _FIRST: int(group.rank == 0),
+        _LOCAL: here.address,
+        _LOCAL_KEY: here.key,
+        _REMOTE: there.address,
+        _REMOTE_KEY: there.key,
+        _PEER: 1 - group.rank,
+        _BUSY: 1,
+    }.items():
+        block.put(offset, "=Q", value)
+    return block
+
+
+def ours(group: Group, which: str) -> float:
+    """Microseconds of half a round trip, or MB/s."""
+    options = EngineOptions(spin_turns=1000, yield_turns=1 << 20, program_operations=WINDOW)
+    with open_engine(group, num_nics=1, options=options) as engine:
+        lat = which == "latency"
+        state = _state(engine, group, HOPS if lat else WRITES * (group.rank == 0))
+        if not lat and group.rank == 1:
+            state.put(_BUSY, "=Q", 0)
+        group.barrier()
+        engine.set_program(ping_pong if lat else stream, state.address)
+        while state.words[_END // 8] == 0 and (lat or group.rank == 0):
+            time.sleep(0.02)
+        group.barrier()
+        engine.set_program(0)
+        seconds = (state.words[_END // 8] - state.words[_START // 8]) / 1e9
+        if lat:
+            return seconds / HOPS / 2 * 1e6
+        return WRITES * NBYTES / 1e6 / seconds if group.rank == 0 else 0.0
+
+
+_c_hook = c_function("i64", "i64", "i64", "i64")
+
+
+@jit.inner
+def _count(events, got, kind):  # type: ignore[no-untyped-def]
+    found = 0
+    for n in range(got):
+        if ld32(events + n * EVENT_BYTES) == kind:
+            found += 1
+    return found
+
+
+@jit.hot("int64(int64,int64,int64,int64,int64,int64,int64)")
+def _hops(post, poll, state, record, events, hops, first):  # type: ignore[no-untyped-def]
+    """``hops`` round trips by the hooks alone."""
+    sent = 1
+    for n in range(hops):
+        if first != 0 or n > 0:
+            while sent == 0:
+                sent += _count(events, _c_hook(poll, state, events, 8), SENT)
+            sent = 0
+            if _c_hook(post, state, record, 1) != 1:
+                return -1
+        came = 0
+        while came == 0:
+            got = _c_hook(poll, state, events, 8)
+            if got < 0:
+                return got
+            came = _count(events, got, ARRIVED)
+            sent += _count(events, got, SENT)
+    if first == 0:
+        _c_hook(post, state, record, 1)
+    return 0
+
+
+def hooks_alone(group: Group) -> float:
+    """Microseconds of half a round trip, by the provider's hooks in a loop of their own."""
+    nic = VerbsNic(choose_ports()[0], SIZING)
+    try:
+        nic.connect(group.all_gather(nic.address()), 30.0)
+        end = End(nic, 4096)
+        told = group.all_gather(json.dumps(dataclasses.astuple(end.registration)).encode())
+        other = Registration(*json.loads(told[1 - group.rank]))
+        post = end.write_to(other, 1 - group.rank, context=0, nbytes=8, imm=1)
+        events = (ctypes.c_uint8 * 1024)()
+        group.barrier()
+        start = time.perf_counter()
+        status = _hops(
+            nic.hooks.post,
+            nic.hooks.poll,
+            nic.hooks.state,
+            ctypes.addressof(post),
+            ctypes.addressof(events),
+            HOPS,
+            int(group.rank == 0),
+        )
+        seconds = time.perf_counter() - start
+        assert status == 0
+        group.barrier()
+        return seconds / HOPS / 2 * 1e6
+    finally:
+        nic.close()
+
+
+def theirs(which: str) -> float:
+    """The same by perftest: its average latency, its average bandwidth."""
+    if which == "latency":
+        command = ["ib_write_lat", "-s", "8", "-n", str(HOPS)]
+    else:
+        command = ["ib_write_bw", "-s", str(NBYTES), "-n", str(WRITES), "-t", str(WINDOW)]
+    command += ["-d", "rxe0", "-x", "1", "-F"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            done = subprocess.run([*command, "127.0.0.1"], capture_output=True, text=True)
+            row = re.findall(r"^ *(?:8|65536) .*$", done.stdout, re.MULTILINE)
+            if row:
+                break
+            assert time.monotonic() < deadline, done.stdout + done.stderr
+            time.sleep(0.2)  # the server does not listen yet
+        server.wait(30)
+    finally:
+        server.kill()
+    numbers = [float(n) for n in row[0].split()]
+    return numbers[5] if which == "latency" else numbers[3] * 1.048576
+
+
+def main() -> None:
+    runs: dict[str, list[float]] = collections.defaultdict(list)
+    for _ in range(REPEATS):
+        runs["latency perftest"].append(theirs("latency"))
+        runs["latency hooks"].append(run_forked(hooks_alone, 2)[0])
+        runs["latency engine"].append(run_forked(ours, 2, "latency")[0])
+        runs["bandwidth perftest"].append(theirs("bandwidth"))
+        runs["bandwidth engine"].append(run_forked(ours, 2, "bandwidth")[0])
+    for name, values in runs.items():
+        print(name, [round(value, 1) for value in values], flush=True)  # noqa: T201
+    best = {n: (min if "latency" in n else max)(values) for n, values in runs.items()}
+    best["latency hooks ratio"] = best["latency hooks"] / best["latency perftest"]
+    best["latency engine ratio"] = best["latency engine"] / best["latency perftest"]
+    best["bandwidth engine ratio"] = best["bandwidth engine"] / best["bandwidth perftest"]
+    print(json.dumps({name: round(value, 2) for name, value in best.items()}))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
