@@ -18,11 +18,10 @@ from moecomm.transport.verbs.devices import choose_ports
 
 pytestmark = pytest.mark.nic
 
-jit.load("moecomm.transport.verbs.hooks", "moecomm.transport.engine.loop")  # once, not per rank
 # Workers and the tests' own loops share few processors.
 SHARED = {"spin_turns": 50, "yield_turns": 2000, "sleep_us": 50}
 # Filling in an engine's tables takes a while on an emulated machine.
-SMALL = {"commands": 256, "operations": 512, "program_operations": 16, "tx_depth": 128}
+SMALL = {**SHARED, "commands": 256, "operations": 512, "program_operations": 16, "tx_depth": 128}
 ALL = [*conformance.MEMORY_CHECKS, *conformance.TRANSFER_CHECKS]
 HARD = [
     "writes_of_nothing_and_of_much",
@@ -32,8 +31,18 @@ HARD = [
 ]
 
 
+def prepare() -> None:
+    """Compile what ranks load: once, before they are forked."""
+    jit.load("moecomm.transport.verbs.hooks", "moecomm.transport.engine.loop")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _prepared() -> None:
+    prepare()
+
+
 def open_it(group: Group, sizes: dict[str, int] | None = None, **how: Any) -> TransferEngine:
-    options = EngineOptions(**{**SHARED, **SMALL, "timeout_s": 20.0, **(sizes or {})})
+    options = EngineOptions(**{**SMALL, "timeout_s": 20.0, **(sizes or {})})
     return open_engine(group, options=options, **how)
 
 

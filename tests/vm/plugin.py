@@ -109,7 +109,8 @@ class Guest:
 
     def _run(self) -> dict[str, Result]:
         environment = guest_environment()
-        self._compile(environment)
+        modules = sorted({Path(test.split("::")[0]).stem for test in self._tests})
+        compile_for_guest(modules, environment, self._root)
         for _ in range(2):
             try:
                 return self._boot(environment)
@@ -120,20 +121,6 @@ class Guest:
                 logger.warning("%s", error)
                 self._why_not = f"{error}\n{self._why_not}"
         return self._results_so_far
-
-    def _compile(self, environment: dict[str, str]) -> None:
-        """What the tests compile when they are imported is compiled here, many times faster."""
-        modules = sorted({Path(test.split("::")[0]).stem for test in self._tests})
-        code = f"import sys; sys.path.insert(0, {str(_TESTS)!r}); import {', '.join(modules)}"
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | environment,
-            cwd=self._root,
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            raise GuestFailure(f"the tests cannot be imported:\n{done.stderr}")
 
     def _boot(self, environment: dict[str, str]) -> dict[str, Result]:
         # The machine's own virtual memory is where it is slow: one process imports all, and
@@ -155,6 +142,26 @@ class Guest:
                     lines = report.read_text().splitlines() if report.exists() else []
                     self._results_so_far = _results(lines)
         return self._results_so_far
+
+
+def compile_for_guest(modules: Sequence[str], environment: dict[str, str], root: Path) -> None:
+    """What test modules compile when they are imported, or by their ``prepare()``, is compiled
+    here: many times faster.
+
+    Raises:
+        GuestFailure: they cannot be imported.
+    """
+    code = f"import {', '.join(modules)}\n"
+    code += "".join(f"getattr({m}, 'prepare', int)()\n" for m in modules)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise GuestFailure(f"the tests cannot be imported:\n{done.stderr}")
 
 
 def guest_environment() -> dict[str, str]:
