@@ -23,7 +23,7 @@ _PORT = struct.Struct("!I")
 
 
 def run_forked(
-    fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0
+    fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 200.0
 ) -> list[Any]:
     """``fn(group, *args)`` on every rank; results in rank order, ``None`` for a rank that was
     killed. The lowest failed rank's error is raised. No rank ends before all have a result: one of

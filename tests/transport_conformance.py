@@ -40,9 +40,9 @@ def settle(memory: Memory, group: Group) -> None:
     group.barrier()
 
 
-def pump(transfer: Transfer, done: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-    """Progress until ``done``."""
-    deadline = time.monotonic() + timeout_s
+def pump(transfer: Transfer, done: Callable[[], bool], timeout_s: float | None = None) -> None:
+    """Progress until ``done``; at most ``TIMEOUT_S``, unless told otherwise."""
+    deadline = time.monotonic() + (TIMEOUT_S if timeout_s is None else timeout_s)
     while not done():
         if not transfer.progress():
             time.sleep(0.0002)
