@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 from importlib import import_module
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from moecomm.addresses import process
 from moecomm.errors import ConfigError, TransportUnavailable
 
 if TYPE_CHECKING:
     from moecomm.group import Group
+    from moecomm.transport.engine import EngineOptions as EngineOptions
+    from moecomm.transport.engine import TransferEngine as TransferEngine
     from moecomm.transport.base import Memory
     from moecomm.transport.gpu_memory import GpuMemory
 
@@ -98,3 +100,10 @@ def _choose_for_gpus(group: Group) -> str:
         name, why = "loopback", "the ranks are threads of one process"
     logger.info("rank %d: transport %r: %s", group.rank, name, why)
     return name
+
+
+def __getattr__(name: str) -> Any:
+    """``TransferEngine`` and ``EngineOptions``, imported where they are used: they need numba."""
+    if name in ("EngineOptions", "TransferEngine"):
+        return getattr(import_module("moecomm.transport.engine"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

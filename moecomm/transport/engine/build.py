@@ -219,6 +219,7 @@ class Memory:
         for peer in range(self._peers):
             channel = self._parts.offset("channels")
             channel += (index * self._peers + peer) * S.CHANNEL_BYTES
+            self.block.put(channel + S.CH_NIC, "=q", address("nics") + index * S.NIC_BYTES)
             self.block.put(channel + S.CH_GRANTED, "=q", window)
             self.block.put(channel + S.CH_TOLD_GRANT, "=q", window)
 

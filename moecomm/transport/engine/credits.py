@@ -53,14 +53,13 @@ def serve_credits(engine, scratch):
 
 @inner
 def _write_credits(engine, index, post):
-    peers = ld64(engine + S.NUM_PEERS)
-    nic_index = index // peers
-    nic, channel = nic_at(engine, nic_index), channel_at(engine, index)
+    channel = channel_at(engine, index)
+    nic = ld64(channel + S.CH_NIC)
     sent, granted = ld64(channel + S.CH_SENT), ld64(channel + S.CH_GRANTED)
     news = sent != ld64(channel + S.CH_ANNOUNCED) or granted != ld64(channel + S.CH_TOLD_GRANT)
     if not news or ld64(channel + S.CH_BUSY) != 0 or ld64(channel + S.CH_CODE) != 0:
         return 0  # a write under way looks again when it is done
-    make_room(engine, nic_index)
+    make_room(engine, nic)
     if not may_post(nic, channel):
         owe(engine, index)
         return 0
@@ -70,8 +69,9 @@ def _write_credits(engine, index, post):
     st64(channel + S.CH_ANNOUNCED, sent)
     st64(channel + S.CH_TOLD_GRANT, granted)
     st64(channel + S.CH_BUSY, 1)
+    peers = ld64(engine + S.NUM_PEERS)
     st32(post + R.POST_PEER, index % peers)
-    st16(post + R.POST_NIC, nic_index)
+    st16(post + R.POST_NIC, index // peers)
     st8(post + R.POST_KIND, R.WRITE)
     st8(post + R.POST_FLAGS, 0)
     st64(post + R.POST_LOCAL, row + S.ROW_MY_ANNOUNCED)
@@ -79,7 +79,7 @@ def _write_credits(engine, index, post):
     st64(post + R.POST_NBYTES, 16)
     st64(post + R.POST_REMOTE, ld64(channel + S.CH_REMOTE_ROW) + S.ROW_ANNOUNCED)
     st64(post + R.POST_REMOTE_KEY, ld64(channel + S.CH_REMOTE_KEY))
-    add_to_batch(engine, nic, index, post, 0, S.SLOT_CONTROL)
+    add_to_batch(engine, nic, channel, index, post, 0, S.SLOT_CONTROL)
     st64(engine + S.CREDIT_WRITES, ld64(engine + S.CREDIT_WRITES) + 1)
     return 1
 

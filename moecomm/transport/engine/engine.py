@@ -211,6 +211,11 @@ class TransferEngine(Writes):
         """Numbers of the operations that a program may use; no flags, no reports."""
         return range(self._options.operations, self._memory.num_operations)
 
+    def program_pending(self, operation: int) -> int:
+        """How many writes of a program's operation are not done."""
+        self._check_usable()
+        return int(self._memory.operation(operation)[S.OP_PENDING // 8])
+
     def local_place(self, region: Region, nic: int) -> Place:
         """``region`` as a source of a program's writes by NIC ``nic``."""
         self._check_usable()
@@ -226,6 +231,11 @@ class TransferEngine(Writes):
         self._check_usable()
         self._check_rank(rank)
         return self._control_source(nic), self._control_target(nic, rank)
+
+    def worker_seconds(self) -> float:
+        """Processor time that the worker has used; it uses all of one while it spins."""
+        self._check_usable()
+        return self._resources.worker.seconds()
 
     # ---- Ends -----------------------------------------------------------------------------------
 

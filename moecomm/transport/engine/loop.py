@@ -38,7 +38,9 @@ from moecomm.transport.engine.posting import (
     serve_lines,
     slot_at,
     stand_last,
+    withdraw,
 )
+from moecomm.transport.engine.program import clock_ns
 from moecomm.transport.engine.provider import MAX_BURST
 
 _TICK_NS = 1_000_000
@@ -51,7 +53,6 @@ _c_poll = c_function("i64", "i64", "i64", "i64")
 _c_program = c_function("i64", "i64")
 _c_yield = c_function("i32")
 _c_usleep = c_function("i32", "u32")
-_c_clock = c_function("i32", "i32", "i64")
 _c_memcpy = c_function("i64", "i64", "i64", "i64")
 
 
@@ -61,13 +62,6 @@ def _fault(engine, code, detail, nic):
         st64(engine + S.FAULT_DETAIL, detail)
         st64(engine + S.FAULT_NIC, nic)
         st64_release(engine + S.FAULT, code)
-
-
-@inner
-def clock_ns(engine):
-    spec = ld64(engine + S.TIMESPEC)
-    _c_clock(ld64(engine + S.CLOCK_GETTIME), 1, spec)  # CLOCK_MONOTONIC
-    return ld64(spec) * 1_000_000_000 + ld64(spec + 8)
 
 
 # ---- Commands -----------------------------------------------------------------------------------
@@ -84,11 +78,11 @@ def _obey(engine, command):
     if kind == S.FORGET:
         forget(engine, ld32(command + R.POST_IMM), op)
         return
-    peers = ld64(engine + S.NUM_PEERS)
-    index = ld16(command + R.POST_NIC) * peers + ld32(command + R.POST_PEER)
+    index = ld16(command + R.POST_NIC) * ld64(engine + S.NUM_PEERS) + ld32(command + R.POST_PEER)
     channel = channel_at(engine, index)
-    make_room(engine, index // peers)
-    if ld64(channel + S.CH_FIRST) == 0 and admit(engine, index, command):
+    nic = ld64(channel + S.CH_NIC)
+    make_room(engine, nic)
+    if ld64(channel + S.CH_FIRST) == 0 and admit(engine, nic, channel, index, command):
         return
     if is_closed_to(channel, command):
         piece_done(engine, op, S.PEER_FAILED, ld64(channel + S.CH_CODE), index)
@@ -132,6 +126,7 @@ def _completed(engine, nic_index, event, failed):
     free_slot(nic, slot)
     st64(channel + S.CH_IN_FLIGHT, ld64(channel + S.CH_IN_FLIGHT) - 1)
     st64(channel + S.CH_SINCE, ld64(engine + S.NOW))
+    st64(channel + S.CH_SLOW, 0)
     code = detail = 0
     if failed:
         code, detail = max(ld64(event + R.EVENT_CODE), 1), ld64(event + R.EVENT_DETAIL)
@@ -219,6 +214,7 @@ def _look_for_silence(engine, now, stalled):
         since = ld64(channel + S.CH_SINCE) + stalled
         st64(channel + S.CH_SINCE, since)
         if now - since > limit:
+            withdraw(engine, index)
             end_channel(engine, index, S.TIMED_OUT, 0)
             lose_posts(engine, index, S.TIMED_OUT)
 
@@ -274,7 +270,7 @@ def _turn(engine, scratch):
     done += _drain(engine, ring, S.PROGRAM_HEAD, ld64(engine + S.PROGRAM_TAIL))
     done += _drain(engine, ld64(engine + S.RING), S.HEAD, ld64_acquire(engine + S.TAIL))
     for nic in range(nics):
-        flush(engine, nic)
+        flush(engine, nic_at(engine, nic))
     for nic in range(nics):
         done += _poll(engine, nic)
     return done
@@ -304,7 +300,7 @@ def run(engine, scratch):
             st64(engine + S.IDLE, 0)
         else:
             _rest(engine)
-        if turns & 31 == 0 or ld64(engine + S.IDLE) > ld64(engine + S.SPIN_TURNS):
+        if turns & 31 == 0:
             _tick(engine, clock_ns(engine))
     st64_release(engine + S.PHASE, S.ENDED)
     return ld64(engine + S.FAULT)

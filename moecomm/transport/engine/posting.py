@@ -23,7 +23,7 @@ from moecomm.transport.engine.native import (
 from moecomm.transport.engine.provider import MAX_BURST
 
 _c_post = c_function("i64", "i64", "i64", "i64")
-_REFUSALS = 4  # of different channels in one batch: the queue itself is full
+_PATIENCE = 16  # turns that a refused post holds up the ones behind it
 
 
 @inner
@@ -155,12 +155,12 @@ def may_post(nic, channel):
         ld64(nic + S.NIC_BATCH_COUNT) < MAX_BURST
         and ld64(nic + S.NIC_FREE_TAIL) != ld64(nic + S.NIC_FREE_HEAD)
         and ld64(channel + S.CH_IN_FLIGHT) < ld64(nic + S.NIC_PEER_DEPTH)
-        and ld64(nic + S.NIC_FULL) == 0
+        and (ld64(channel + S.CH_SLOW) == 0 or ld64(channel + S.CH_IN_FLIGHT) == 0)
     )
 
 
 @inner
-def add_to_batch(engine, nic, index, post, op, kind):
+def add_to_batch(engine, nic, channel, index, post, op, kind):
     """Give the post a slot and its place in the batch; there is room for both."""
     head = ld64(nic + S.NIC_FREE_HEAD)
     st64(nic + S.NIC_FREE_HEAD, head + 1)
@@ -169,7 +169,6 @@ def add_to_batch(engine, nic, index, post, op, kind):
     st32(record + S.SLOT_STATE, kind)
     st32(record + S.SLOT_OP, op)
     st32(record + S.SLOT_CHANNEL, index)
-    channel = channel_at(engine, index)
     in_flight = ld64(channel + S.CH_IN_FLIGHT)
     if in_flight == 0 and ld64(channel + S.CH_FIRST) == 0:
         st64(channel + S.CH_SINCE, ld64(engine + S.NOW))
@@ -182,17 +181,15 @@ def add_to_batch(engine, nic, index, post, op, kind):
 
 
 @inner
-def make_room(engine, nic_index):
+def make_room(engine, nic):
     """Flush a full batch. What is put back may change any line: call it before looking at one."""
-    if ld64(nic_at(engine, nic_index) + S.NIC_BATCH_COUNT) >= MAX_BURST:
-        flush(engine, nic_index)
+    if ld64(nic + S.NIC_BATCH_COUNT) >= MAX_BURST and ld64(nic + S.NIC_FULL) == 0:
+        flush(engine, nic)
 
 
 @inner
-def admit(engine, index, command):
+def admit(engine, nic, channel, index, command):
     """Post the command with the next batch if queues and credits allow; whether they do."""
-    peers = ld64(engine + S.NUM_PEERS)
-    nic, channel = nic_at(engine, index // peers), channel_at(engine, index)
     if not may_post(nic, channel) or is_closed_to(channel, command):
         return False
     if causes_arrival(command):
@@ -205,7 +202,7 @@ def admit(engine, index, command):
         st64(channel + S.CH_SENT, sent + 1)
         if sent + 1 - ld64(channel + S.CH_ANNOUNCED) >= max(window >> 1, 1):
             owe(engine, index)
-    add_to_batch(engine, nic, index, command, ld32(command + R.POST_CONTEXT), S.SLOT_USER)
+    add_to_batch(engine, nic, channel, index, command, ld32(command + R.POST_CONTEXT), S.SLOT_USER)
     return True
 
 
@@ -214,19 +211,19 @@ def serve_lines(engine, limit):
     """Post from the lines of up to ``limit`` channels; how many commands."""
     head = ld64(engine + S.ACTIVE_HEAD)
     waiting = ld64(engine + S.ACTIVE_TAIL) - head
-    peers, moved = ld64(engine + S.NUM_PEERS), 0
+    moved = 0
     for turn in range(min(waiting, limit)):
         place = (head + turn) & (ld64(engine + S.ACTIVE_SIZE) - 1)
         index = ld32(ld64(engine + S.ACTIVE) + place * 4)
         st64(engine + S.ACTIVE_HEAD, head + turn + 1)
         channel = channel_at(engine, index)
+        nic = ld64(channel + S.CH_NIC)
         st64(channel + S.CH_IS_ACTIVE, 0)
         burst = 0
         while burst < MAX_BURST:
-            make_room(engine, index // peers)
-            if ld64(channel + S.CH_FIRST) == 0:
-                break
-            if not admit(engine, index, _place(engine, ld64(channel + S.CH_FIRST))):
+            make_room(engine, nic)
+            first = ld64(channel + S.CH_FIRST)
+            if first == 0 or not admit(engine, nic, channel, index, _place(engine, first)):
                 break
             _leave_line(engine, channel)
             burst += 1
@@ -240,44 +237,63 @@ def serve_lines(engine, limit):
 
 
 @inner
-def flush(engine, nic_index):
-    """Hand the batch to the NIC. What it does not take goes back to the front of its line.
+def flush(engine, nic):
+    """Hand the batch to the NIC; what it does not take stays for the next turn.
 
-    A full queue and a peer that cannot take anything yet look alike, so the posts to other peers
-    are tried behind the one that was refused, until several have been.
+    A full queue and a peer that cannot take anything look alike. Most refusals are full queues,
+    and soon over. A post that is refused turn after turn goes back to its channel's line, so that
+    others get past it, and the channel may try one post at a time until it completes something.
     """
-    nic = nic_at(engine, nic_index)
     left = ld64(nic + S.NIC_BATCH_COUNT)
-    st64(nic + S.NIC_BATCH_COUNT, 0)
-    batch, refusals = ld64(nic + S.NIC_BATCH), 0
+    if left == 0:
+        return
+    batch = first = ld64(nic + S.NIC_BATCH)
     while left > 0:
-        accepted = _c_post(ld64(nic + S.NIC_POST), ld64(nic + S.NIC_STATE), batch, left)
+        accepted = _c_post(ld64(nic + S.NIC_POST), ld64(nic + S.NIC_STATE), first, left)
         if accepted < 0:
-            _refused_for_good(engine, nic, ld32(batch + R.POST_CONTEXT), -accepted)
-            batch, left = batch + R.POST_BYTES, left - 1
+            _refused_for_good(engine, nic, ld32(first + R.POST_CONTEXT), -accepted)
+            first, left = first + R.POST_BYTES, left - 1
             continue
         st64(engine + S.POSTED, ld64(engine + S.POSTED) + accepted)
-        batch, left = batch + accepted * R.POST_BYTES, left - accepted
+        first, left = first + accepted * R.POST_BYTES, left - accepted
+        if accepted > 0:
+            st64(nic + S.NIC_STUCK, 0)
         if left > 0:
-            refusals += 1
-            left = _put_back_some(engine, nic, batch, left, refusals >= _REFUSALS)
-    if refusals >= _REFUSALS:
+            st64(engine + S.REFUSED, ld64(engine + S.REFUSED) + 1)
+            index = ld32(slot_at(nic, ld32(first + R.POST_CONTEXT)) + S.SLOT_CHANNEL)
+            if not _gets_past(engine, nic, index):
+                break
+            left = _withdraw(engine, nic, first, left, index)
+    if left > 0:
         st64(nic + S.NIC_FULL, 1)
+        for n in range(left if first != batch else 0):
+            copy_post(batch + n * R.POST_BYTES, first + n * R.POST_BYTES)
+    st64(nic + S.NIC_BATCH_COUNT, left)
 
 
 @inner
-def _put_back_some(engine, nic, batch, count, everything):
-    """Put back the first post and the others of its channel, or all; how many are left."""
-    first = ld32(slot_at(nic, ld32(batch + R.POST_CONTEXT)) + S.SLOT_CHANNEL)
+def _gets_past(engine, nic, index):
+    """Whether the posts behind one that was refused are tried now; then its channel is slow."""
+    channel = channel_at(engine, index)
+    if ld64(channel + S.CH_SLOW) == 0:
+        stuck = ld64(nic + S.NIC_STUCK) + 1
+        st64(nic + S.NIC_STUCK, stuck)
+        if stuck < _PATIENCE:
+            return False
+        st64(nic + S.NIC_STUCK, 0)
+        st64(channel + S.CH_SLOW, 1)
+    return True
+
+
+@inner
+def _withdraw(engine, nic, batch, count, index):
+    """Put a channel's posts of a batch back into its line; how many others are left."""
     for back in range(count):
         post = batch + (count - 1 - back) * R.POST_BYTES
-        slot = ld32(post + R.POST_CONTEXT)
-        if everything or ld32(slot_at(nic, slot) + S.SLOT_CHANNEL) == first:
-            st64(engine + S.REFUSED, ld64(engine + S.REFUSED) + 1)
+        st64(post + R.POST_SEQUENCE, 0)
+        if ld32(slot_at(nic, ld32(post + R.POST_CONTEXT)) + S.SLOT_CHANNEL) == index:
             st64(post + R.POST_SEQUENCE, -1)
             _put_back(engine, nic, post)
-        else:
-            st64(post + R.POST_SEQUENCE, 0)
     kept = 0
     for n in range(count):
         post = batch + n * R.POST_BYTES
@@ -285,6 +301,14 @@ def _put_back_some(engine, nic, batch, count, everything):
             copy_post(batch + kept * R.POST_BYTES, post)
             kept += 1
     return kept
+
+
+@inner
+def withdraw(engine, index):
+    """Put what a channel has in its NIC's batch back into its line."""
+    nic = ld64(channel_at(engine, index) + S.CH_NIC)
+    count, batch = ld64(nic + S.NIC_BATCH_COUNT), ld64(nic + S.NIC_BATCH)
+    st64(nic + S.NIC_BATCH_COUNT, _withdraw(engine, nic, batch, count, index))
 
 
 @inner
@@ -349,8 +373,7 @@ def end_channel(engine, index, code, detail):
 def lose_posts(engine, index, code):
     """Give up what is in flight on a channel: its operations fail now, and its slots stay taken
     until their events come, if ever."""
-    peers = ld64(engine + S.NUM_PEERS)
-    nic = nic_at(engine, index // peers)
+    nic = ld64(channel_at(engine, index) + S.CH_NIC)
     for slot in range(ld64(nic + S.NIC_TX_DEPTH)):
         record = slot_at(nic, slot)
         taken = ld32(record + S.SLOT_STATE)

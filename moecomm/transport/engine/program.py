@@ -14,11 +14,14 @@ from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.arrivals import counter_of
 from moecomm.transport.engine.jit import inner
-from moecomm.transport.engine.native import ld64, st8, st16, st32, st64, st64_release
+from moecomm.transport.engine.native import c_function, ld64, st8, st16, st32, st64, st64_release
 
 __all__ = [
-    "aborted_by", "arrivals", "begin", "error_of", "is_done", "now_ns", "room", "take", "write",
+    "aborted_by", "arrivals", "begin", "clock_ns", "error_of", "extend", "is_done", "now_ns",
+    "pending", "room", "take", "write",
 ]  # fmt: skip
+
+_c_clock = c_function("i32", "i32", "i64")
 
 
 @inner
@@ -34,6 +37,19 @@ def begin(engine, op, count):
     record = ld64(engine + S.OPERATIONS) + op * S.OP_BYTES
     st64(record + S.OP_CODE, 0)
     st64_release(record + S.OP_PENDING, count)
+
+
+@inner
+def extend(engine, op, count):
+    """Add ``count`` writes, which follow, to an operation that was begun."""
+    record = ld64(engine + S.OPERATIONS) + op * S.OP_BYTES
+    st64_release(record + S.OP_PENDING, ld64(record + S.OP_PENDING) + count)
+
+
+@inner
+def pending(engine, op):
+    """How many of the operation's writes are not done."""
+    return ld64(ld64(engine + S.OPERATIONS) + op * S.OP_BYTES + S.OP_PENDING)
 
 
 @inner
@@ -59,7 +75,7 @@ def write(engine, op, nic, peer, local, local_key, nbytes, remote, remote_key, i
 @inner
 def is_done(engine, op):
     """Whether all writes of the operation are done, well or not: sources may change."""
-    return ld64(ld64(engine + S.OPERATIONS) + op * S.OP_BYTES + S.OP_PENDING) == 0
+    return pending(engine, op) == 0
 
 
 @inner
@@ -100,3 +116,11 @@ def aborted_by(engine):
 def now_ns(engine):
     """The monotonic clock, at most a few turns old."""
     return ld64(engine + S.NOW)
+
+
+@inner
+def clock_ns(engine):
+    """The monotonic clock now: some tens of nanoseconds."""
+    spec = ld64(engine + S.TIMESPEC)
+    _c_clock(ld64(engine + S.CLOCK_GETTIME), 1, spec)  # CLOCK_MONOTONIC
+    return ld64(spec) * 1_000_000_000 + ld64(spec + 8)

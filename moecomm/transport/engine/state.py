@@ -129,7 +129,8 @@ NIC_ARRIVALS: Final = 120  # taken from this NIC, ever
 NIC_GRANTED: Final = 128  # sum over peers of what they may cause, ever
 NIC_SCANNED: Final = 136  # arrivals at the last look at what peers ask for
 NIC_CONTROL_KEY: Final = 144  # local key of this rank's control memory
-NIC_FULL: Final = 152  # refusals in this turn
+NIC_FULL: Final = 152  # 1: has refused a post in this turn
+NIC_STUCK: Final = 160  # turns in which it has taken nothing, and was asked to
 
 # ---- Slot: what a context stands for ------------------------------------------------------------
 SLOT_BYTES: Final = 16
@@ -143,23 +144,25 @@ SLOT_CONTROL: Final = 2  # a credit write
 SLOT_LOST: Final = 3  # its operation has been given up; waits for its event alone
 
 # ---- Channel: one NIC to one peer ---------------------------------------------------------------
-CHANNEL_BYTES: Final = 256
-CH_IN_FLIGHT: Final = 0
-CH_SENT: Final = 8  # arrivals that this rank has caused there, ever
-CH_ANNOUNCED: Final = 16  # what the peer was last told of CH_SENT
-CH_GRANTED: Final = 24  # what the peer was last told that it may cause here
-CH_BUSY: Final = 32  # credit writes in flight
-CH_OWES: Final = 40  # 1: is in the control queue
-CH_FIRST: Final = 48  # place + 1 of the first waiting command; 0: none
-CH_LAST: Final = 56
-CH_IS_ACTIVE: Final = 64  # 1: is in the queue of active channels
-CH_CODE: Final = 72  # error number that ended it; 0: none
-CH_DETAIL: Final = 80
-CH_SINCE: Final = 88  # clock at the last sign of life, while anything is under way
-CH_ROW: Final = 96  # of this rank's control row for the peer
-CH_REMOTE_ROW: Final = 104  # of the peer's control row for this rank, as POST_REMOTE
-CH_REMOTE_KEY: Final = 112
-CH_TOLD_GRANT: Final = 120  # what the last grant write carried
+CHANNEL_BYTES: Final = 192
+CH_IN_FLIGHT: Final = 0  # what every post looks at is in the first 64 bytes
+CH_FIRST: Final = 8  # place + 1 of the first waiting command; 0: none
+CH_SLOW: Final = 16  # 1: a post was refused again and again; one at a time
+CH_CODE: Final = 24  # error number that ended it; 0: none
+CH_NIC: Final = 32  # address of its NIC's record
+CH_SINCE: Final = 40  # clock at the last sign of life, while anything is under way
+CH_SENT: Final = 48  # arrivals that this rank has caused there, ever
+CH_ANNOUNCED: Final = 56  # what the peer was last told of CH_SENT
+CH_GRANTED: Final = 64  # what the peer may cause here, ever
+CH_TOLD_GRANT: Final = 72  # what the peer was last told of it
+CH_BUSY: Final = 80  # credit writes in flight
+CH_OWES: Final = 88  # 1: is in the control queue
+CH_LAST: Final = 96  # place + 1 of the last waiting command
+CH_IS_ACTIVE: Final = 104  # 1: is in the queue of active channels
+CH_DETAIL: Final = 112
+CH_ROW: Final = 120  # of this rank's control row for the peer
+CH_REMOTE_ROW: Final = 128  # of the peer's control row for this rank, as POST_REMOTE
+CH_REMOTE_KEY: Final = 136
 
 # ---- Control row: what a peer writes here, and what this rank's writes to it are taken from -----
 ROW_BYTES: Final = 128

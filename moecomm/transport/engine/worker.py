@@ -89,6 +89,12 @@ class Worker:
             self._command(S.RUN)
             self._wait_for(S.RUNNING)  # or the next pause would take this one for its own
 
+    def seconds(self) -> float:
+        """Processor time that the thread has used; 0 where the system does not tell."""
+        if not self._thread.is_alive() or not hasattr(time, "pthread_getcpuclockid"):
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident or 0))
+
     def stop(self) -> bool:
         """End the thread; whether it has ended in time. Its memory must stay if it has not."""
         if self._engine:

@@ -1,0 +1,219 @@
+"""What the transfer engine costs beside C: the same calls, on the same endpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from moecomm.bench.environment import environment
+from moecomm.bench.transfer_sides import Sides
+from moecomm.group import Group
+from moecomm.run import run
+from moecomm.store_local import LocalStore
+from moecomm.transport.base import RemoteRegion
+from moecomm.transport.efa import open_engine
+from moecomm.transport.engine import EngineOptions, TransferEngine
+
+Record = dict[str, Any]
+_BYTES: Final = 1 << 20
+_WINDOW: Final = 64  # writes in flight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferOptions:
+    """What is measured.
+
+    Args:
+        fabrics: libfabric's, by their names in ``MOECOMM_FABRIC``.
+        repeats: of each side, in turn; the best of each counts, the median is shown, too.
+        posts: writes of 64 bytes in one repeat; the other figures take a part of it.
+        peers: of the scatter.
+        spin: idle polls of either side before it gives up the processor; few where cores are
+            shared.
+        timeout_s: for everything.
+    """
+
+    fabrics: tuple[str, ...] = ("shm", "tcp")
+    repeats: int = 9
+    posts: int = 40_000
+    peers: int = 15
+    spin: int = 2000
+    timeout_s: float = 600.0
+
+
+def run_transfer_bench(options: TransferOptions) -> dict[str, Any]:
+    """``{"environment": {...}, "results": [{...}, ...]}``, plain values."""
+    results: list[Record] = []
+    for fabric in options.fabrics:
+        results += posting(fabric, options)
+        results += run(pair, 2, fabric, options, timeout_s=options.timeout_s)[0]
+        results.append(scatter(fabric, options))
+    return {"environment": environment(), "results": results}
+
+
+def _engine(options: TransferOptions, **changes: Any) -> EngineOptions:
+    """Options of an engine that gives up the processor, but does not sleep."""
+    start = {"message_bytes": 0, "spin_turns": options.spin, "yield_turns": 1 << 30}
+    return EngineOptions(**{**start, **changes})
+
+
+def _everybodys(engine: TransferEngine, group: Group, nbytes: int) -> list[RemoteRegion]:
+    region = engine.allocate(nbytes)
+    told = group.all_gather(engine.register(region).to_bytes())
+    return [RemoteRegion.from_bytes(blob) for blob in told]
+
+
+def pair(group: Group, fabric: str, options: TransferOptions) -> list[Record]:
+    """Latency and bandwidth between two processes."""
+    engine = open_engine(group, fabric, num_nics=1, options=_engine(options))
+    with engine:
+        src = engine.allocate(_BYTES)
+        remote = _everybodys(engine, group, _BYTES)
+        sides = Sides(engine, src, [remote[1 - group.rank]], options.spin)
+        first = group.rank == 0
+        trips, bulk = options.posts // 8, max(options.posts // 200, 20)
+
+        def alone(side: Callable[[int, int, int], float], *what: int) -> Callable[[], float]:
+            """Rank 0 writes, rank 1's loop polls."""
+            return lambda: side(*what) if first else 0.0
+
+        wide = (_BYTES, bulk, 8)
+        found = [
+            _compare(group, fabric, "half round trip, 8 B with immediate", "us", 5e5 / trips,
+                     options.repeats, lambda: sides.c_pingpong(8, trips, first),
+                     lambda: sides.pingpong(8, trips, first)),
+            _compare(group, fabric, "write, 1 MiB", "us", 1e6 / bulk, options.repeats,
+                     alone(sides.c_stream, *wide), alone(sides.stream, *wide)),
+        ]  # fmt: skip
+        group.barrier()
+    return found
+
+
+def _compare(
+    group: Group,
+    fabric: str,
+    what: str,
+    unit: str,
+    scale: float,
+    repeats: int,
+    c_side: Callable[[], float],
+    engine_side: Callable[[], float],
+) -> Record:
+    """Both sides in turn, so that whatever disturbs the machine disturbs both."""
+    c_times: list[float] = []
+    engine_times: list[float] = []
+    for _ in range(repeats):
+        for side, times in ((c_side, c_times), (engine_side, engine_times)):
+            group.barrier()
+            times.append(side() * scale)
+    return _record(fabric, what, unit, c_times, engine_times)
+
+
+def _record(fabric: str, what: str, unit: str, c: list[float], engine: list[float]) -> Record:
+    return {
+        "fabric": fabric,
+        "what": what,
+        "unit": unit,
+        "c": min(c),
+        "engine": min(engine),
+        "ratio": min(engine) / max(min(c), 1e-9),  # rank 1 has no times of its own
+        "c_median": statistics.median(c),
+        "engine_median": statistics.median(engine),
+        "correct": True,
+    }
+
+
+def scatter(fabric: str, options: TransferOptions) -> Record:
+    """Posting one write to each of many peers, which are threads of this process."""
+    store, size = LocalStore(), options.peers + 1
+    found: list[Record] = []
+    failures: list[BaseException] = []
+
+    def one(rank: int) -> None:
+        try:
+            # The peers' workers sleep: they have to poll now and then, and no more.
+            idle = {} if rank == 0 else {"spin_turns": 0, "yield_turns": 0, "sleep_us": 500}
+            group = Group(rank, size, store)
+            with open_engine(group, fabric, num_nics=1, options=_engine(options, **idle)) as engine:
+                src = engine.allocate(4096)
+                remote = _everybodys(engine, group, 4096)
+                if rank == 0:
+                    found.append(
+                        _bursts(Sides(engine, src, remote[1:], options.spin), fabric, options)
+                    )
+                group.barrier(options.timeout_s)
+        except BaseException as error:  # noqa: BLE001  raised below
+            failures.append(error)
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(options.timeout_s)
+    if failures:
+        raise failures[0]
+    return found[0]
+
+
+def _bursts(sides: Sides, fabric: str, options: TransferOptions) -> Record:
+    c_times: list[float] = []
+    engine_times: list[float] = []
+    for _ in range(20 * options.repeats):
+        c_times.append(sides.c_burst(64) * 1e6)
+        engine_times.append(sides.burst(64) * 1e6)
+    what = f"scatter to {options.peers} peers, 64 B, until posted"
+    record = _record(fabric, what, "us", c_times, engine_times)
+    # Single bursts last microseconds: the best is luck, the median is not.
+    record["c"], record["engine"] = record["c_median"], record["engine_median"]
+    return record | {"ratio": record["engine"] / record["c"]}
+
+
+def posting(fabric: str, options: TransferOptions) -> list[Record]:
+    """Processor time of a write of 64 bytes to this very rank, from command to completion: in C,
+    by the engine, and by the engine while Python computes beside it, holding the GIL."""
+    group = Group(0, 1, LocalStore())
+    with open_engine(group, fabric, num_nics=1, options=_engine(options)) as engine:
+        src = engine.allocate(4096)
+        sides = Sides(engine, src, _everybodys(engine, group, 4096), options.spin)
+        times: dict[str, list[float]] = {"c": [], "engine": [], "busy": []}
+        for _ in range(options.repeats):
+            with _computing(False):
+                before = time.thread_time()
+                sides.c_stream(64, options.posts, _WINDOW)
+                times["c"].append((time.thread_time() - before) * 1e9 / options.posts)
+            for name in ("engine", "busy"):
+                with _computing(name == "busy"):
+                    before = engine.worker_seconds()
+                    sides.stream(64, options.posts, _WINDOW)
+                    after = engine.worker_seconds()
+                times[name].append((after - before) * 1e9 / options.posts)
+    c, quiet, busy = times["c"], times["engine"], times["busy"]
+    beside = _record(fabric, "the same, Python computing beside it", "ns", quiet, busy)
+    return [_record(fabric, "post, 64 B, processor time", "ns", c, quiet), beside]
+
+
+@contextlib.contextmanager
+def _computing(really: bool) -> Iterator[None]:
+    """A Python thread that never waits, for as long as this lasts."""
+    stop = threading.Event()
+    thread = threading.Thread(target=_compute, args=(stop,))
+    if really:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        if really:
+            thread.join()
+
+
+def _compute(stop: threading.Event) -> None:
+    total = 0
+    while not stop.is_set():
+        for n in range(1000):
+            total += n

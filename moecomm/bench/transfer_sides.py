@@ -1,0 +1,184 @@
+"""The two sides of the comparison on one engine: a program in its loop, and C on its endpoint."""
+
+from __future__ import annotations
+
+import ctypes as C
+import subprocess
+import time
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Final
+
+from moecomm.bench import transfer_programs as programs
+from moecomm.cache import default_cache, key_of
+from moecomm.emulator.build import find_compiler
+from moecomm.errors import CompileError, TransportError
+from moecomm.transport.base import Region, RemoteRegion
+from moecomm.transport.efa import abi, hot
+from moecomm.transport.efa.library import word
+from moecomm.transport.engine import TransferEngine
+from moecomm.transport.engine.blocks import Block
+
+_FLAGS: Final = ("-O2", "-shared", "-fPIC")
+_WAIT_S: Final = 120.0
+
+
+class _Target(C.Structure):
+    _fields_ = [("peer", C.c_uint64), ("remote", C.c_uint64), ("key", C.c_uint64)]
+
+
+class _Twin(C.Structure):
+    _fields_ = [
+        (name, C.c_uint64)
+        for name in (
+            "writemsg", "read", "ep", "cq", "contexts", "depth", "flags", "local", "desc", "spin",
+        )
+    ]  # fmt: skip
+
+
+def compile_twin() -> Any:
+    """The C code as a loaded library."""
+    source = resources.files("moecomm.bench").joinpath("transfer_twin.cpp").read_bytes()
+    command = [*find_compiler(), *_FLAGS]
+
+    def build(target: Path) -> None:
+        file = target.with_suffix(".cpp")
+        file.write_bytes(source)
+        done = subprocess.run(
+            [*command, "-o", str(target), str(file)], capture_output=True, text=True, timeout=120
+        )
+        if done.returncode != 0:
+            raise CompileError("the C side does not compile", done.stderr)
+
+    path = default_cache().get(key_of(source, *command), ".so", build, what="the C side")
+    library = C.CDLL(str(path))
+    for name in ("stream", "pingpong", "burst"):
+        getattr(library, name).restype = C.c_int64
+    return library
+
+
+class Sides:
+    """Both sides of one rank.
+
+    Args:
+        engine: over libfabric, with one NIC.
+        src: what is written.
+        targets: where, in the order of bursts.
+        spin: idle polls before the C code gives up the processor, as the engine's options say.
+    """
+
+    def __init__(
+        self, engine: TransferEngine, src: Region, targets: Sequence[RemoteRegion], spin: int
+    ) -> None:
+        self._engine = engine
+        self._library = compile_twin()
+        self._state = Block(programs.STATE_BYTES)
+        hooks = engine._nics[0].hooks
+        self._hooks = hooks.state
+        local = engine.local_place(src, 0)
+        peers = word(hooks.state, hot.PEERS)
+        self._twin = _Twin(
+            writemsg=word(hooks.state, hot.WRITEMSG),
+            read=word(hooks.state, hot.CQ_READ),
+            ep=word(hooks.state, hot.EP),
+            cq=word(hooks.state, hot.CQ),
+            contexts=word(hooks.state, hot.CONTEXTS),
+            depth=word(hooks.state, hot.NUM_CONTEXTS),
+            flags=word(hooks.state, hot.FLAGS),
+            local=local.address,
+            desc=local.key,
+            spin=spin,
+        )
+        self._targets = (_Target * len(targets))()
+        for n, target in enumerate(targets):
+            remote = engine.remote_place(target, 0)
+            address = word(peers, 8 * target.rank)
+            self._targets[n] = _Target(address, remote.address, remote.key)
+            at = programs.TARGET + n * programs.TARGET_BYTES
+            self._state.put(at, "=QQQ", target.rank, remote.address, remote.key)
+        self._set(programs.ENGINE, engine.state)
+        self._set(programs.OP, engine.program_operations[0])
+        self._set(programs.LOCAL, local.address)
+        self._set(programs.LOCAL_KEY, local.key)
+        self._set(programs.TARGETS, len(targets))
+
+    def c_stream(self, nbytes: int, count: int, window: int) -> float:
+        """Seconds for so many writes to the first target, by C."""
+        return self._c(self._library.stream, nbytes, C.c_int64(count), C.c_int64(window))
+
+    def c_pingpong(self, nbytes: int, count: int, first: bool) -> float:
+        """Seconds for so many round trips, by C."""
+        return self._c(self._library.pingpong, nbytes, C.c_int64(count), int(first))
+
+    def c_burst(self, nbytes: int) -> float:
+        """Seconds to post one write to every target, by C."""
+        C.c_uint64.in_dll(self._library, "real_writemsg").value = self._twin.writemsg
+        with self._engine._resources.worker.paused():
+            code = self._library.burst(
+                C.byref(self._twin), self._targets, C.c_int64(len(self._targets)),
+                C.c_uint64(nbytes),
+            )  # fmt: skip
+        return _seconds(code)
+
+    def stream(self, nbytes: int, count: int, window: int) -> float:
+        """Seconds for so many writes to the first target, by the engine."""
+        return self._run(programs.STREAM, nbytes, {programs.LEFT: count, programs.WINDOW: window})
+
+    def pingpong(self, nbytes: int, count: int, first: bool) -> float:
+        """Seconds for so many round trips, by the engine."""
+        who = {programs.LEFT: count, programs.FIRST: int(first), programs.TURN: int(first)}
+        return self._run(programs.PINGPONG, nbytes, who)
+
+    def burst(self, nbytes: int) -> float:
+        """Seconds to post one write to every target, by the engine, from the program's first
+        command to the return of the last post."""
+        timed = C.cast(self._library.timed_writemsg, C.c_void_p).value or 0
+        C.c_uint64.in_dll(self._library, "real_writemsg").value = self._twin.writemsg
+        self._patch(timed)
+        try:
+            self._run(programs.BURST, nbytes, {})
+        finally:
+            self._patch(self._twin.writemsg)
+        last = C.c_int64.in_dll(self._library, "last_post").value
+        return _seconds(last - self._get(programs.START))
+
+    def _patch(self, function: int) -> None:
+        with self._engine._resources.worker.paused():
+            C.c_uint64.from_address(self._hooks + hot.WRITEMSG).value = function
+
+    def _run(self, program: int, nbytes: int, words: dict[int, int]) -> float:
+        start = {programs.NBYTES: nbytes, programs.START: 0, programs.END: 0}
+        for offset, value in {**start, **words}.items():
+            self._set(offset, value)
+        self._engine.set_program(program, self._state.address)
+        deadline = time.monotonic() + _WAIT_S
+        while self._get(programs.END) == 0:
+            self._engine.progress()
+            if time.monotonic() > deadline:
+                raise TransportError("the benchmark got stuck", operation="bench")
+            time.sleep(0.0005)
+        while self._engine.program_pending(self._get(programs.OP)):
+            time.sleep(0.0005)
+        self._engine.set_program(0)
+        return _seconds(self._get(programs.END) - self._get(programs.START))
+
+    def _c(self, function: Any, nbytes: int, *arguments: Any) -> float:
+        with self._engine._resources.worker.paused():
+            code = function(C.byref(self._twin), self._targets, C.c_uint64(nbytes), *arguments)
+        return _seconds(code)
+
+    def _set(self, offset: int, value: int) -> None:
+        self._state.put(offset, "=Q", value & (1 << 64) - 1)
+
+    def _get(self, offset: int) -> int:
+        return int(self._state.words[offset // 8])
+
+
+def _seconds(nanoseconds: int) -> float:
+    if nanoseconds < 0:
+        raise TransportError("a call of libfabric failed in the benchmark", operation="bench")
+    return nanoseconds * 1e-9
+
+
+assert abi.CONTEXT_BYTES == 64  # transfer_twin.cpp has it, too
