@@ -14,9 +14,9 @@ from moecomm.errors import ConfigError, TransportUnavailable
 
 if TYPE_CHECKING:
     from moecomm.group import Group
+    from moecomm.transport.base import Memory
     from moecomm.transport.engine import EngineOptions as EngineOptions
     from moecomm.transport.engine import TransferEngine as TransferEngine
-    from moecomm.transport.base import Memory
     from moecomm.transport.gpu_memory import GpuMemory
 
 logger = logging.getLogger(__name__)
