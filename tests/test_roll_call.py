@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exchange import Case, compare_received, finish, make_case, send
+from exchange import Case, compare_received, finish, make_case, run_case, send
 
 import moecomm as mc
 from moecomm.emulator import Faults, simulate
@@ -73,6 +73,36 @@ def test_c02_a_rank_that_dies_at_any_step(wire: Any, setting: str) -> None:
         assert not any(death.survivors_name(seed)), f"seed {seed}"
 
 
+@pytest.mark.parametrize("wire", ["flags", "lines"])
+def test_a_rank_that_comes_amid_the_roll_call_is_late(wire: Any) -> None:
+    """It is in time for everybody, or for nobody; and a roll that was called in vain would cut the
+    next waits short."""
+    ends = [_late(wire, seed) for seed in range(20)]
+    assert all(one in IN_TIME_OR_LATE for one in ends), ends
+    assert IN_TIME_OR_LATE[1] in ends
+
+
+IN_TIME_OR_LATE = [None] * 3, [(1, 2)] * 3  # who was late on each rank, and in which step
+
+
+def _late(wire: Any, seed: int) -> list[tuple[int, int] | None]:
+    cases = [make_case(dataclasses.replace(CFG, wire=wire), 3, step) for step in range(3)]
+    return simulate(_come_late, 3, cases, seed=seed, checks=False)
+
+
+def _come_late(group: mc.Group, cases: list[Case]) -> tuple[int, int] | None:
+    """Rank 1 is just too late, and then late again, but in time."""
+    with mc.MoeComm(cases[0].cfg, group) as comm:
+        try:
+            for step, sleep_s in enumerate((0.0, 1.1, 0.9)):
+                if group.rank == 1:
+                    _sleep(group, sleep_s * TIMEOUT_S)
+                run_case(comm, cases[step])
+        except mc.PeerTimeout as error:
+            return error.peer, error.epoch or 0
+    return None
+
+
 FAULTS = {  # setting, right, wrong
     "nobody-answers": (
         "chain",
@@ -83,6 +113,7 @@ FAULTS = {  # setting, right, wrong
         "chain", "st_relaxed_sys(roll_word(peer_base(a, r), 1 + a.rank), 1ull);", ""
     ),
     "named-before-there-was-time-to-answer": ("chain", "max(start, answered) + grace", "answered"),
+    "late-and-taken": ("late", "late = came && too_late(a, start)", "late = false"),
     "the-first-replica-is-named": (
         "replicas", "culprit == NUM_RANKS ? who.peer : culprit", "who.peer"
     ),
@@ -102,6 +133,8 @@ def test_a_roll_call_that_is_wrong_names_somebody_else(name: str) -> None:
 def _somebody_else_is_named(setting: str, text: str) -> bool:
     plain = source.load
     source.load = lambda name: text if name == "waits.cuh" else plain(name)  # type: ignore
+    if setting == "late":
+        return any(_late("flags", seed) not in IN_TIME_OR_LATE for seed in range(SEEDS))
     return any(any(_deaths(setting).survivors_name(seed)) for seed in range(SEEDS))
 
 
@@ -122,8 +155,7 @@ def _late_step(comm: mc.MoeComm, case: Case, rng: np.random.Generator) -> None:
     slept = rng.uniform(0, 0.6 * TIMEOUT_S)
     try:
         handle = send(comm, case)
-        with pytest.raises(TimeoutError):
-            comm.group.simulation.store(comm.group.rank).get("nobody sets this", slept)
+        _sleep(comm.group, slept)
         recv = comm.dispatch_recv(handle)
         compare_received(case, comm.group.rank, recv)
         finish(comm, case, recv)
@@ -131,3 +163,9 @@ def _late_step(comm: mc.MoeComm, case: Case, rng: np.random.Generator) -> None:
         # At most one whole wait and the roll-call, after others that were nearly as long.
         waited = (comm.group.simulation.time_ns - started) / 1e9 - slept
         assert waited < 3 * TIMEOUT_S
+
+
+def _sleep(group: mc.Group, seconds: float) -> None:
+    """In the simulation's time."""
+    with pytest.raises(TimeoutError):
+        group.simulation.store(group.rank).get("nobody sets this", seconds)

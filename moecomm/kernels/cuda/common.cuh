@@ -124,10 +124,11 @@ DEVICE u64 global_timer_ns()
 
 // One turn of a waiting loop. True when it is time to look at the clock and the abort word:
 // every 256 polls, about 0.2 ms of polling local memory.
+#define FIRST_LOOK 256u
 DEVICE bool poll_pause(u32 spins)
 {
     if (spins > 1024) __nanosleep(64);
-    return (spins & 255u) == 0;
+    return (spins & (FIRST_LOOK - 1)) == 0;
 }
 
 // ---- programmatic dependent launch: a kernel may start before the one ahead of it has ended -------
@@ -157,6 +158,7 @@ DEVICE void note_wait(const u64*, u64) {}
 #define UNROLL
 #define NO_UNROLL
 #include "emulator.hpp"
+#define FIRST_LOOK 1u
 DEVICE void wait_for_earlier_kernels() {}
 DEVICE void let_next_kernel_start() {}
 #endif

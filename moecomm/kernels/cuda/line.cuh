@@ -150,9 +150,13 @@ DEVICE bool wait_piece(const Args& a, const Piece& piece, u64 epoch, LineRead& r
     for (u32 spins = 1;; ++spins) {
         const bool look = poll_pause(spins);
         r = piece.read(epoch);
-        if (all_there(r)) return true;
-        if (!look) continue;
-        const bool over = lane_id() == 0 && given_up(a, start, piece.who, epoch, epoch, 0);
+        bool late = false;
+        if (all_there(r)) {
+            late = __any_sync(FULL_WARP, spins >= FIRST_LOOK && lane_id() == 0 && too_late(a, start));
+            if (!late) return true;
+        }
+        if (!look && !late) continue;
+        const bool over = lane_id() == 0 && given_up(a, start, late, piece.who, epoch, epoch, 0);
         if (__any_sync(FULL_WARP, over)) return false;
     }
 }

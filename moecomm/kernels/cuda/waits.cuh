@@ -7,7 +7,8 @@
 //   roll[0]      somebody has called
 //   roll[1 + r]  rank r has answered (or called)
 //   abort        the roll has ended: who is missing, and who says so
-// Nothing of this is ever taken back: whoever calls the roll has already given up this group.
+// Nothing of this is ever taken back: whoever calls the roll ends in a report, even if what it waits
+// for comes at last.
 #pragma once
 #include "protocol.cuh"
 
@@ -107,8 +108,15 @@ DEVICE bool aborted(const Args& a, u64 word, u64 epoch)
     return true;
 }
 
-// A thread that waits since `start` looks up. True: it is to return; that is reported.
-DEVICE bool given_up(const Args& a, u64 start, Awaited who, u64 epoch, u64 expected, u64 seen)
+// What this thread has waited for since `start` came when its time was over and the roll called.
+DEVICE bool too_late(const Args& a, u64 start)
+{
+    return global_timer_ns() - start > a.timeout_ns && ld_relaxed_sys(answered_word(a)) != 0;
+}
+
+// A thread that waits since `start` looks up, or knows that it is too late. True: it is to return;
+// that is reported.
+DEVICE bool given_up(const Args& a, u64 start, bool late, Awaited who, u64 epoch, u64 expected, u64 seen)
 {
     if (aborted(a, REMOTE ? hear_abort(a) : load_abort(a), epoch)) return true;
     const u64 answered = ld_relaxed_sys(answered_word(a));
@@ -117,10 +125,10 @@ DEVICE bool given_up(const Args& a, u64 start, Awaited who, u64 epoch, u64 expec
         if (now - start > a.timeout_ns || roll_called(a)) answer_roll(a, now);
         return false;
     }
-    const u32 culprit = missing(a, who);
+    const u32 culprit = late ? (u32)NUM_RANKS : missing(a, who);
     const u64 grace = (culprit == NUM_RANKS ? 2 : 1) * min(a.timeout_ns / 4, MOST_GRACE_NS);
     // A wait that began later gives its peer the same time to answer.
-    if (now <= max(start, answered) + grace) return false;
+    if (!late && now <= max(start, answered) + grace) return false;
     report_timeout(a, who.phase, culprit == NUM_RANKS ? who.peer : culprit, epoch, expected, seen);
     return true;
 }
@@ -154,12 +162,14 @@ DEVICE bool wait_for(const Args& a, const u64* flag, Done done, u64 expected, u6
         const bool look = poll_pause(spins);
         word = ld_acquire_sys(flag);
         *last = word;
-        if (done(word)) {
+        const bool came = done(word), late = came && too_late(a, start);
+        if (came && !late) {
             atomicAdd(local_at<u64>(a, LOC_STAT_WAIT_NS, who.phase * NUM_RANKS + who.peer),
                       global_timer_ns() - start);
             return true;
         }
-        if (look && given_up(a, start, who, epoch, expected, done.seen(word))) return false;
+        if ((look || late) && given_up(a, start, late, who, epoch, expected, done.seen(word)))
+            return false;
     }
 }
 
