@@ -107,6 +107,16 @@ NVSHMEM = {
     "spaces-overwritten-while-they-are-put": Mutation(
         "combine_send.cu", "__syncthreads();  // nobody still reads the spaces", ""
     ),
+    "flag-before-all-of-the-put": Mutation(
+        "nvshmem.cuh",
+        "threadIdx.x, blockDim.x);\n    __syncthreads();  // all of it comes before the flag",
+        "threadIdx.x, blockDim.x);",
+    ),
+    "flag-before-all-of-the-head": Mutation(
+        "nvshmem.cuh",
+        "lane_id(), WARP_SIZE);\n    __syncwarp();  // all of it comes before the flag",
+        "lane_id(), WARP_SIZE);",
+    ),
     "a-put-short-of-a-record": Mutation(
         "remote.cuh", "return min(total - c", "return total <= 1 ? total : min(total - c - 1"
     ),

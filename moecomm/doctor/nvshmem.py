@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +13,15 @@ from moecomm.doctor import foreign
 from moecomm.doctor.finding import Finding, absent, bad, ok
 from moecomm.doctor.foreign import Failure
 from moecomm.kernels.jit import fatbin
+from moecomm.nvshmem_copy import ARCHIVE as _ARCHIVE
+from moecomm.nvshmem_copy import HOST_LIBRARY, Version, header_version
+from moecomm.nvshmem_copy import VERSION_HEADER as _VERSION_HEADER
+from moecomm.nvshmem_copy import host_library as _host_library
+from moecomm.nvshmem_copy import roots as _roots
+from moecomm.nvshmem_copy import text as _text
 
 TOPIC: Final = "NVSHMEM"
 INSTALL: Final = 'pip install "moecomm[nvshmem]"'
-HOST_LIBRARY: Final = "libnvshmem_host.so.3"
-_ARCHIVE: Final = "lib/libnvshmem_device.a"
-_VERSION_HEADER: Final = "include/non_abi/nvshmem_version.h"
-_VERSION_LINE: Final = re.compile(r"#define\s+NVSHMEM_VENDOR_(MAJOR|MINOR|PATCH)_VERSION\s+(\d+)")
-
-Version = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +85,6 @@ def probe(
     return Nvshmem(tuple(copies), _loader(environ, ask))
 
 
-def _roots(environ: Mapping[str, str]) -> list[Path]:
-    """Existing candidates: the user's word, the wheel, the usual place."""
-    named = [Path(environ["NVSHMEM_HOME"])] if environ.get("NVSHMEM_HOME") else []
-    wheels = [Path(entry) / "nvidia" / "nvshmem" for entry in sys.path if entry]
-    candidates = [*named, *wheels, Path("/usr/local/nvshmem")]
-    return [root for root in dict.fromkeys(candidates) if root in named or root.is_dir()]
-
-
 def _read(root: Path, ask: Callable[..., Any]) -> Copy:
     host = _host_library(root)
     parts = {HOST_LIBRARY: host, _ARCHIVE: root / _ARCHIVE, _VERSION_HEADER: root / _VERSION_HEADER}
@@ -110,23 +100,6 @@ def _read(root: Path, ask: Callable[..., Any]) -> Copy:
         return Copy(root, missing, device, error=what)
     version, error = _ask_host(host, ask)
     return Copy(root, missing, device, version, tuple(archs), error)
-
-
-def _host_library(root: Path) -> Path | None:
-    """The host library of a copy; its name has the major version at the end."""
-    found = [root / "lib" / HOST_LIBRARY, *sorted((root / "lib").glob("libnvshmem_host.so*"))]
-    return next((path for path in found if path.is_file()), None)
-
-
-def header_version(root: Path) -> Version | None:
-    """Return the version that the headers of a copy state."""
-    file = root / _VERSION_HEADER
-    if not file.is_file():
-        return None
-    numbers = dict(_VERSION_LINE.findall(file.read_text(encoding="utf-8", errors="replace")))
-    if not {"MAJOR", "MINOR", "PATCH"} <= set(numbers):
-        return None
-    return tuple(int(numbers[part]) for part in ("MAJOR", "MINOR", "PATCH"))
 
 
 def _ask_host(library: Path | None, ask: Callable[..., Any]) -> tuple[Version | None, str | None]:
@@ -199,7 +172,3 @@ def _conflict_fix(nvshmem: Nvshmem, chosen: Copy) -> str:
 def _rejected(copy: Copy) -> Finding:
     why = f"lacks {', '.join(copy.missing)}" if copy.missing else copy.error
     return bad(TOPIC, "library", f"{copy.root} is not used: {why or 'unknown version'}", INSTALL)
-
-
-def _text(version: Version | None) -> str:
-    return ".".join(map(str, version)) if version else "of unknown version"

@@ -32,7 +32,7 @@ DEVICE bool wait_arrived(const Args& a, u64 source, u32 channel, u64 wanted, u64
     u64* word = arrived_word(a, source, channel);
     if (!wait_for(a, word, FlagReached{wanted}, wanted, epoch, from_rank(phase, (u32)source), &last))
         return false;
-    after_arrival(word, wanted);
+    after_arrival(a, source);
     return true;
 }
 
