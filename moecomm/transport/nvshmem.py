@@ -1,0 +1,171 @@
+"""NVSHMEM: memory that GPUs of several machines reach, by stores within a node, else by puts.
+
+Needs ``nvshmem4py`` and the NVSHMEM library, and one process a rank. Where every peer's heap is
+mapped, kernels store to it as over NVLink. Where one is not, or ``MOECOMM_NVSHMEM_NO_POINTERS`` says
+so, kernels put with NVSHMEM (``moecomm.remote``).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+
+from moecomm import env
+from moecomm.cuda_driver import call, current
+from moecomm.errors import ConfigError
+from moecomm.group import DEFAULT_TIMEOUT_S, Group
+from moecomm.transport import nvshmem_heap
+from moecomm.transport.base import Region, check_usable
+from moecomm.transport.nvshmem_heap import Block, Heap
+
+logger = logging.getLogger(__name__)
+
+
+class NvshmemMemory:
+    """``Memory`` in the symmetric heap. Constructing is collective.
+
+    Args:
+        group: the ranks; each a process.
+        index: this rank's GPU.
+        heap_bytes: what will be allocated, for the size of a heap that is not there yet.
+        timeout_s: how long collective calls wait for the other ranks.
+
+    Raises:
+        TransportUnavailable: NVSHMEM is missing, or is in use for other ranks; on every rank.
+        PeerTimeout: a rank did not come.
+    """
+
+    transport = "nvshmem"
+
+    def __init__(
+        self,
+        group: Group,
+        index: int,
+        *,
+        heap_bytes: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self._pid = os.getpid()
+        self._index = index
+        self._timeout_s = timeout_s
+        self._closed = False
+        self._blocks: dict[Region, Block] = {}
+        self._group = group.child()  # calls on the caller's group do not mix with ours
+        self._heap: Heap = nvshmem_heap.start(self._group, index, heap_bytes, timeout_s)
+        self.pointers_allowed = self._agree_on_pointers()
+
+    @property
+    def taken_bytes(self) -> int:
+        """Memory of this rank's heap that its allocations hold, with what rounding adds."""
+        return sum(block.nbytes for block in self._blocks.values())
+
+    def allocate(self, nbytes: int) -> Region:
+        """See ``Memory.allocate``.
+
+        Raises:
+            ConfigError: not a positive size, or not the same on all ranks; raised on all of them.
+            OutOfMemory: the heap has no room, on any rank.
+            PeerTimeout: a rank does not allocate.
+        """
+        check_usable(self._pid, self._closed)
+        told = self._exchange({"nbytes": repr(nbytes)})
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+            raise ConfigError(f"nbytes={nbytes!r}: must be a positive integer")
+        for rank, message in enumerate(told):
+            if message["nbytes"] != told[0]["nbytes"]:
+                raise ConfigError(
+                    f"nbytes: rank 0 allocates {told[0]['nbytes']}, rank {rank} "
+                    f"{message['nbytes']}; must be equal on all ranks"
+                )
+        block = self._heap.allocate(self._group, nbytes, self._timeout_s)
+        region = Region(block.address, nbytes)
+        self._blocks[region] = block
+        with current(self._index) as cu:
+            call(cu.cuMemsetD8, block.address, 0, block.nbytes)
+            call(cu.cuCtxSynchronize)
+        self._group.barrier(self._timeout_s)  # nobody writes to what is not yet zero
+        return region
+
+    def peer_pointer(self, rank: int, region: Region | None = None) -> int | None:
+        """See ``Memory.peer_pointer``; ``None`` also where pointers are not to be used."""
+        if not self.pointers_allowed and rank != self._group.rank:
+            return None
+        return self.heap_pointer(rank, region)
+
+    def heap_pointer(self, rank: int, region: Region | None = None) -> int | None:
+        """Where NVSHMEM has mapped the copy of ``region`` that ``rank`` has, whoever may use it."""
+        address = self._find(region).address
+        if not isinstance(rank, int) or not 0 <= rank < self._group.size:
+            raise ConfigError(f"rank={rank!r}: must be from 0 to {self._group.size - 1}")
+        return self._heap.library.pointer(address, rank) or None
+
+    def everybody_reachable(self, region: Region) -> bool:
+        """Whether every rank may store to every other. Collective."""
+        ranks = range(self._group.size)
+        mine = all(self.peer_pointer(rank, region) is not None for rank in ranks)
+        return all(m["mine"] for m in self._exchange({"mine": mine}))
+
+    def everybody_mapped(self, region: Region) -> bool:
+        """Whether NVSHMEM's puts are stores between all ranks. Collective."""
+        ranks = range(self._group.size)
+        mine = all(self.heap_pointer(rank, region) is not None for rank in ranks)
+        return all(m["mine"] for m in self._exchange({"mine": mine}))
+
+    def module_init(self, module: int) -> None:
+        """Tell device code in a loaded CUmodule where the heap is."""
+        with current(self._index):
+            self._heap.library.module_init(module)
+
+    def module_finalize(self, module: int) -> None:
+        """Before the module is unloaded."""
+        with current(self._index):
+            self._heap.library.module_finalize(module)
+
+    def close(self) -> None:
+        """See ``Memory.close``. The heap uses the memory again when all ranks have closed."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        while self._blocks:
+            self._heap.give_back(self._blocks.popitem()[1])
+        self._group.close()
+
+    def __enter__(self) -> NvshmemMemory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _agree_on_pointers(self) -> bool:
+        """One rank that is told not to use pointers is enough: all have the same layout."""
+        forbidden = env.flag("NVSHMEM_NO_POINTERS")
+        return not any(m["forbidden"] for m in self._exchange({"forbidden": forbidden}))
+
+    def _find(self, region: Region | None) -> Region:
+        check_usable(self._pid, self._closed)
+        if region is None:
+            if len(self._blocks) != 1:
+                raise ConfigError(
+                    f"region=None: means the only allocation, of which there are "
+                    f"{len(self._blocks)}"
+                )
+            return next(iter(self._blocks))
+        if region not in self._blocks:
+            raise ConfigError(f"region={region}: must be one that allocate returned")
+        return region
+
+    def _exchange(self, message: dict[str, object]) -> Sequence[dict[str, object]]:
+        blobs = self._group.all_gather(json.dumps(message).encode(), self._timeout_s, "allocate")
+        return [json.loads(blob) for blob in blobs]
+
+
+def host_version() -> tuple[int, ...]:
+    """What the host library says."""
+    return nvshmem_heap.nvshmem_library.load().version
+
+
+def open_memory(group: Group, index: int, heap_bytes: int = 0) -> NvshmemMemory:
+    """What ``moecomm.transport.open_gpu_memory("nvshmem", group, index)`` returns."""
+    return NvshmemMemory(group, index, heap_bytes=heap_bytes)

@@ -1,0 +1,161 @@
+"""The symmetric heap of this process: NVSHMEM is started once, for one list of ranks.
+
+Starting, allocating and freeing are collective in NVSHMEM; closing a communicator is not. So what
+a communicator gives back waits here until all ranks have given it back, which they find out at
+their next allocation: then it is used again, or freed. NVSHMEM itself goes on until the process
+ends, since stopping it would wait for every rank, also for one that has died.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from moecomm.addresses import process
+from moecomm.cuda_driver import free_bytes
+from moecomm.errors import OutOfMemory, TransportUnavailable
+from moecomm.group import Group
+from moecomm.transport import nvshmem_library
+from moecomm.transport.nvshmem_library import Library, bounded
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ALIGN: Final = 1 << 21  # blocks of few sizes are found again more often
+SIZE_VARIABLE: Final = "NVSHMEM_SYMMETRIC_SIZE"
+LEAST_HEAP_BYTES: Final = 1 << 30
+SPARE: Final = 4  # communicators like the first one that the heap has room for
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Symmetric memory. ``serial`` counts allocations, which all ranks make in the same order."""
+
+    serial: int
+    address: int
+    nbytes: int
+
+
+class Heap:
+    """NVSHMEM for the processes ``members``, of which this is number ``rank``, on GPU ``index``."""
+
+    def __init__(self, library: Library, members: list[str], rank: int, index: int) -> None:
+        self.library = library
+        self.members = members
+        self.rank = rank
+        self.index = index
+        self._lock = threading.Lock()
+        self._serial = 0
+        self._free: dict[int, Block] = {}  # by serial
+
+    def allocate(self, group: Group, nbytes: int, timeout_s: float) -> Block:
+        """At least ``nbytes``; contents are of no meaning. Collective.
+
+        Raises:
+            OutOfMemory: the heap has no room.
+            PeerTimeout: a rank did not come.
+        """
+        padded = -(-nbytes // ALIGN) * ALIGN
+        with self._lock:
+            common = self._common(group, timeout_s)
+            found = next((block for block in common if block.nbytes == padded), None)
+            if found is not None:
+                del self._free[found.serial]
+                return found
+            for block in common:
+                del self._free[block.serial]
+                self._call("nvshmem_free", self.library.free, block.address, timeout_s)
+            address = self._call("nvshmem_malloc", self.library.allocate, padded, timeout_s)
+            if not address:
+                size = os.environ.get(SIZE_VARIABLE, "its default")
+                where = f"NVSHMEM's heap on GPU {self.index} ({SIZE_VARIABLE}={size})"
+                raise OutOfMemory(padded, free_bytes(self.index), where)
+            self._serial += 1
+            return Block(self._serial, address, padded)
+
+    def give_back(self, block: Block) -> None:
+        """The block is of no more use to this rank. Not collective."""
+        with self._lock:
+            self._free[block.serial] = block
+
+    def _common(self, group: Group, timeout_s: float) -> list[Block]:
+        """Blocks that no rank uses any more; the same list everywhere."""
+        mine = json.dumps(sorted(self._free)).encode()
+        told = [set(json.loads(blob)) for blob in group.all_gather(mine, timeout_s, "allocate")]
+        return [self._free[serial] for serial in sorted(set.intersection(*told))]
+
+    def _call(self, what: str, function: Callable[[int], T], value: int, timeout_s: float) -> T:
+        peer = other_rank(self.rank, len(self.members))
+        return bounded(self.index, what, lambda: function(value), timeout_s, peer)
+
+
+_lock: Final = threading.Lock()
+_heap: Heap | None = None
+
+
+def start(group: Group, index: int, heap_bytes: int, timeout_s: float) -> Heap:
+    """The heap of ``group``'s processes; NVSHMEM is started if it is not yet. Collective.
+
+    ``heap_bytes``: what the first communicator takes; the user's ``NVSHMEM_SYMMETRIC_SIZE`` wins.
+
+    Raises:
+        TransportUnavailable: ranks are threads, or NVSHMEM runs in one of the processes for other
+            ranks or on another GPU; on every rank.
+        PeerTimeout: a rank did not come.
+    """
+    global _heap
+    members = [blob.decode() for blob in group.all_gather(process().encode(), timeout_s)]
+    if len(set(members)) < len(members):
+        raise TransportUnavailable(
+            "transport='nvshmem': every rank must be a process of its own; threads of one process "
+            "use 'loopback'"
+        )
+    with _lock:
+        library = nvshmem_library.load()
+        unique_id = _agree(group, members, index, library, timeout_s)
+        if _heap is None:
+            os.environ.setdefault(SIZE_VARIABLE, str(max(SPARE * heap_bytes, LEAST_HEAP_BYTES)))
+            peer = other_rank(group.rank, group.size)
+            bounded(
+                index,
+                "nvshmem_init",
+                lambda: library.init(group.rank, group.size, unique_id),
+                timeout_s,
+                peer,
+            )
+            _heap = Heap(library, members, group.rank, index)
+            version = ".".join(map(str, library.version))
+            logger.info("rank %d: NVSHMEM %s with %d PEs", group.rank, version, group.size)
+        return _heap
+
+
+def other_rank(rank: int, size: int) -> int:
+    """Stands for all that may be missing."""
+    return (rank + 1) % size
+
+
+def _agree(
+    group: Group, members: list[str], index: int, library: Library, timeout_s: float
+) -> bytes:
+    """Whether this group may use NVSHMEM; where nobody has started it, the identity to do so."""
+    state = "new"
+    if _heap is not None:
+        same = _heap.members == members and _heap.index == index
+        state = "same" if same else f"{len(_heap.members)} ranks on GPU {_heap.index}"
+    fresh = library.unique_id().hex() if state == "new" and group.rank == 0 else ""
+    mine = json.dumps({"state": state, "id": fresh}).encode()
+    told = [json.loads(blob) for blob in group.all_gather(mine, timeout_s, "nvshmem_init")]
+    if len({message["state"] for message in told}) > 1 or state not in ("new", "same"):
+        states = "; ".join(f"rank {rank}: {m['state']}" for rank, m in enumerate(told))
+        raise TransportUnavailable(
+            "transport='nvshmem': a process can start NVSHMEM once, for one list of ranks; these "
+            f"{group.size} ranks find it as follows: {states}. Use the same ranks, in the same "
+            "order and on the same GPUs, or new processes"
+        )
+    return bytes.fromhex(told[0]["id"])
