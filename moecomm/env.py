@@ -58,6 +58,16 @@ VARIABLES: Final = (
         "1 launches every GPU kernel after the one before it has ended (no dependent launch)",
     ),
     Variable(
+        "NVSHMEM_NO_POINTERS",
+        "0",
+        "1 makes transport='nvshmem' put to every peer, also to those that kernels could store to",
+    ),
+    Variable(
+        "NVSHMEM_CHUNK",
+        "2 to 8, by the number of tokens and what lies between the ranks",
+        "records, or returned rows, that one put of transport='nvshmem' carries",
+    ),
+    Variable(
         "POISON",
         "0",
         "1 fills buffers with 0x7F bytes (NaN in every float type) before first use",

@@ -1,6 +1,6 @@
 """Fixtures and hardware markers shared by all tests.
 
-A test marked ``gpu``, ``gpus(n)`` or ``nic`` is skipped where that hardware is missing, and the
+A test marked ``gpu``, ``gpus(n)``, ``nic`` or ``archive`` is skipped where that is missing, and the
 reason names what is missing; ``nic`` tests run in a virtual machine instead, where there can be one
 (see ``vm/plugin.py``). ``MOECOMM_TEST_STRICT=1`` turns those skips into failures, for a
 machine that is meant to have everything.
@@ -19,6 +19,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from vm import plugin as guest
+
+from moecomm.errors import TransportUnavailable
+from moecomm.kernels.nvshmem_link import find_copy
 
 # Examples start processes' worth of emulated kernels: a busy machine is no reason to fail. In CI
 # the same examples each time, so that a red run repeats.
@@ -62,6 +65,16 @@ def _nic_missing() -> str:
     return ""
 
 
+@cache
+def _archive_missing() -> str:
+    """Why kernels cannot be linked with NVSHMEM here; empty when they can."""
+    try:
+        find_copy()
+    except TransportUnavailable as error:
+        return str(error)
+    return ""
+
+
 def _importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
@@ -80,6 +93,8 @@ def _missing_for(item: pytest.Item) -> str:
             return f"needs {wanted} GPU(s), found {found}: {why or 'too few devices'}"
     if item.get_closest_marker("nic") and _nic_missing() and guest.missing():
         return f"needs an RDMA NIC ({_nic_missing()}), or {guest.missing()}"
+    if item.get_closest_marker("archive") and _archive_missing():
+        return _archive_missing()
     return ""
 
 

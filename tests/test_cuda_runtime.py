@@ -88,8 +88,8 @@ def test_one_rank_that_fails_to_load_is_everybodys_error(
     gpus: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken(GpuKernels):
-        def __init__(self, layout: Any, index: int) -> None:
-            super().__init__(layout, index)
+        def __init__(self, layout: Any, index: int, link: Any) -> None:
+            super().__init__(layout, index, link)
             if layout.rank == 1:
                 self.close()
                 raise mc.CompileError("no such instruction")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from moecomm import env
@@ -10,7 +11,7 @@ from moecomm.kernels import coding
 from moecomm.kernels.args import ArgBlock
 from moecomm.kernels.codec_check import check_on_gpu
 from moecomm.kernels.geometry import Block, Machine, geometry, gpu_block, shared_bytes
-from moecomm.kernels.jit import Compiled, compile_kernel
+from moecomm.kernels.jit import Compiled, LinkInput, compile_kernel
 from moecomm.kernels.stages import STAGES, gpu_defines, input_codes, kernel_name
 from moecomm.layout import Layout
 
@@ -22,11 +23,12 @@ class GpuKernels:
     """The stages of one communicator on device ``index``.
 
     Compiled and loaded at construction, with every attribute set: the first launch may be inside
-    a graph capture, where none of that is allowed.
+    a graph capture, where none of that is allowed. ``link``: what every one of them is linked with.
     """
 
-    def __init__(self, layout: Layout, index: int) -> None:
+    def __init__(self, layout: Layout, index: int, link: Sequence[LinkInput] = ()) -> None:
         self._index = index
+        self._link = link
         self._layout = layout
         block = self._block()
         most = block.per_sm * attribute(index, "MULTIPROCESSOR_COUNT")
@@ -61,6 +63,11 @@ class GpuKernels:
         if status is not self._success:
             check(status, f"launching {stage}")
 
+    @property
+    def modules(self) -> list[int]:
+        """The loaded CUmodules."""
+        return [int(module) for module in self._modules]
+
     def close(self) -> None:
         """Idempotent."""
         with current(self._index) as cu:
@@ -93,7 +100,7 @@ class GpuKernels:
         """The kernel's name, and its cubin."""
         defines = gpu_defines(self._layout, stage, code)
         kernel = kernel_name(self._layout, stage)
-        link = coding.link_inputs(self._layout.cfg, stage, self._arch)
+        link = [*coding.link_inputs(self._layout.cfg, stage, self._arch), *self._link]
         return kernel, compile_kernel(f"{kernel}.cu", defines, self._arch, link=link)
 
     def _load(self, stage: str, code: int) -> Any:

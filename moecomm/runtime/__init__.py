@@ -11,10 +11,21 @@ from moecomm.remote import Remote
 from moecomm.runtime.base import Runtime
 
 
-def choose_remote(cfg: MoeConfig, group: Group, transport: str) -> Remote | None:
+def choose_remote(
+    cfg: MoeConfig, group: Group, transport: str, device: str | None
+) -> Remote | None:
     """How peers are served that kernels cannot load from and store to; ``None``: there are none.
 
-    Collective, and equal on all ranks."""
+    Collective, and equal on all ranks.
+
+    Raises:
+        TransportUnavailable: the transport does not work here.
+    """
+    kind, _, index = (device or group.device or "cpu").partition(":")
+    if transport == "nvshmem" and kind == "cuda":
+        from moecomm.runtime import nvshmem
+
+        return nvshmem.choose(cfg, group, int(index) if index.isdigit() else None)
     return None
 
 

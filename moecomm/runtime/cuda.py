@@ -16,11 +16,13 @@ from moecomm.group import Group
 from moecomm.kernels.args import STATUS_BYTES, ArgBlock, Status
 from moecomm.kernels.gpu import GpuKernels
 from moecomm.kernels.numba_jit.sources import Sources
+from moecomm.kernels.nvshmem_link import find_copy
 from moecomm.layout import Layout
 from moecomm.runtime.base import POISON
 from moecomm.runtime.devices import choose_index
 from moecomm.runtime.streams import Streams
 from moecomm.transport import gpu_pages, open_gpu_memory
+from moecomm.transport.nvshmem import NvshmemMemory
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,9 @@ class CudaRuntime:
             together(group, "load", self._load, timeout_s)
             self._memory = open_gpu_memory(transport, group, self._index)
             self._undo.callback(self._memory.close)
-            self.symmetric = self._memory.allocate(layout.symmetric.nbytes).address
+            self._allocate()
+            if self._puts:
+                self._introduce_modules()
             self._prepare()
         except BaseException:
             self.close()
@@ -123,20 +127,53 @@ class CudaRuntime:
 
     def _make_kernels(self) -> GpuKernels:
         if self._sources is None:
-            return GpuKernels(self._layout, self._index)
+            link = find_copy().link if self._puts else ()
+            return GpuKernels(self._layout, self._index, link)
         from moecomm.kernels.numba_jit.gpu import GpuPythonKernels
 
         return GpuPythonKernels(self._layout, self._index, self._sources)
 
     def _prepare(self) -> None:
         """Tell kernels where the peers are."""
-        pointers = [self._memory.peer_pointer(rank) for rank in range(self._group.size)]
+        ranks = range(self._group.size)
         if env.flag("POISON"):
             self._poison(self.symmetric, self._layout.symmetric)
             self._poison(self.local, self._layout.local)
-        where = self.local + self._layout.local["peers"].offset
-        data = struct.pack(f"<{len(pointers)}Q", *pointers)
-        cuda_driver.copy_to_device(self._index, where, data)
+            if self._layout.areas is not None:
+                self._poison(self.remote_bulk, self._layout.areas.bulk)
+        pointers = [self._memory.peer_pointer(rank, self._region) or 0 for rank in ranks]
+        self._write_words("peers", pointers)
+        if isinstance(self._memory, NvshmemMemory) and self._puts:
+            heaps = [self._memory.heap_pointer(rank, self._region) or 0 for rank in ranks]
+            self._write_words("remote_base", heaps)
+
+    def _allocate(self) -> None:
+        """What peers write to; with puts also what they are made from, in one part of the heap."""
+        areas, sizes = self._layout.areas, [self._layout.symmetric.nbytes]
+        if areas is not None:
+            sizes += [areas.flags.nbytes, areas.bulk.nbytes]
+        self._region = self._memory.allocate(sum(sizes))
+        self.symmetric = self._region.address
+        if areas is not None:
+            self.remote_flags = self.symmetric + sizes[0]
+            self.remote_bulk = self.remote_flags + sizes[1]
+
+    def _introduce_modules(self) -> None:
+        """NVSHMEM fills in the device code's state, and lets go of it before it is unloaded."""
+        memory = self._memory
+        assert isinstance(memory, NvshmemMemory)
+        for module in self._kernels.modules:
+            memory.module_init(module)
+            self._undo.callback(memory.module_finalize, module)
+
+    @property
+    def _puts(self) -> bool:
+        """Whether kernels put with NVSHMEM."""
+        return self._layout.remote is not None and self._layout.remote.mode == "nvshmem"
+
+    def _write_words(self, region: str, words: list[int]) -> None:
+        where = self.local + self._layout.local[region].offset
+        cuda_driver.copy_to_device(self._index, where, struct.pack(f"<{len(words)}Q", *words))
 
     def _poison(self, base: int, arena: Arena) -> None:
         with current(self._index) as cu:

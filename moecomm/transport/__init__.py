@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 TRANSPORTS: Final[dict[str, str | None]] = {
     "loopback": "moecomm.transport.loopback",
     "nvlink": "moecomm.transport.nvlink",
-    "nvshmem": None,
+    "nvshmem": "moecomm.transport.nvshmem",
     "verbs": "moecomm.transport.verbs",
     "efa": "moecomm.transport.efa",
 }
@@ -33,6 +33,7 @@ TRANSPORTS: Final[dict[str, str | None]] = {
 _ON_GPUS: Final = {
     "loopback": "moecomm.transport.loopback_gpu",
     "nvlink": "moecomm.transport.nvlink",
+    "nvshmem": "moecomm.transport.nvshmem",
 }
 AUTO: Final = "auto"
 

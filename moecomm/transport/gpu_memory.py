@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Sequence
 from typing import Any, Final, Self
 
 from moecomm.errors import ConfigError, MoecommError, TransportError
@@ -111,10 +112,8 @@ class GpuMemory:
         """This rank's memory, once every rank has its own."""
         mine: GpuPages | None = None
         error: MoecommError | None = None
-        refused = ""
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or not 0 < nbytes < MAX_BYTES:
-            refused = f"nbytes={nbytes!r}: must be an integer from 1 to 2^47"
-        else:
+        refused = refusal(nbytes)
+        if not refused:
             try:
                 mine = gpu_pages.make(self._index, nbytes, shareable=self.shareable)
             except MoecommError as caught:
@@ -122,7 +121,7 @@ class GpuMemory:
         try:
             message = {"nbytes": repr(nbytes), "refused": refused, "failed": _text(error)}
             told = self._exchange(message)
-            _check_equal(told)
+            check_equal(told)
             self._check_failed(told, error)
         except BaseException:
             if mine is not None:
@@ -169,7 +168,14 @@ class GpuMemory:
         return region
 
 
-def _check_equal(told: list[dict[str, Any]]) -> None:
+def refusal(nbytes: object) -> str:
+    """Why so much must not be asked for; empty if it may."""
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or not 0 < nbytes < MAX_BYTES:
+        return f"nbytes={nbytes!r}: must be an integer from 1 to 2^47"
+    return ""
+
+
+def check_equal(told: Sequence[dict[str, Any]]) -> None:
     """Raise on every rank what one of them must not ask for."""
     for rank, message in enumerate(told):
         if message["refused"]:

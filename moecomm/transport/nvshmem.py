@@ -1,8 +1,8 @@
 """NVSHMEM: memory that GPUs of several machines reach, by stores within a node, else by puts.
 
 Needs ``nvshmem4py`` and the NVSHMEM library, and one process a rank. Where every peer's heap is
-mapped, kernels store to it as over NVLink. Where one is not, or ``MOECOMM_NVSHMEM_NO_POINTERS`` says
-so, kernels put with NVSHMEM (``moecomm.remote``).
+mapped, kernels store to it as over NVLink. Where one is not, or ``MOECOMM_NVSHMEM_NO_POINTERS``
+says so, kernels put with NVSHMEM (``moecomm.remote``).
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from moecomm import env
 from moecomm.cuda_driver import call, current
 from moecomm.errors import ConfigError
 from moecomm.group import DEFAULT_TIMEOUT_S, Group
-from moecomm.transport import nvshmem_heap
+from moecomm.transport import nvshmem_heap, nvshmem_library
 from moecomm.transport.base import Region, check_usable
+from moecomm.transport.gpu_memory import check_equal, refusal
 from moecomm.transport.nvshmem_heap import Block, Heap
 
 logger = logging.getLogger(__name__)
@@ -70,15 +72,7 @@ class NvshmemMemory:
             PeerTimeout: a rank does not allocate.
         """
         check_usable(self._pid, self._closed)
-        told = self._exchange({"nbytes": repr(nbytes)})
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
-            raise ConfigError(f"nbytes={nbytes!r}: must be a positive integer")
-        for rank, message in enumerate(told):
-            if message["nbytes"] != told[0]["nbytes"]:
-                raise ConfigError(
-                    f"nbytes: rank 0 allocates {told[0]['nbytes']}, rank {rank} "
-                    f"{message['nbytes']}; must be equal on all ranks"
-                )
+        check_equal(self._exchange({"nbytes": repr(nbytes), "refused": refusal(nbytes)}))
         block = self._heap.allocate(self._group, nbytes, self._timeout_s)
         region = Region(block.address, nbytes)
         self._blocks[region] = block
@@ -156,14 +150,14 @@ class NvshmemMemory:
             raise ConfigError(f"region={region}: must be one that allocate returned")
         return region
 
-    def _exchange(self, message: dict[str, object]) -> Sequence[dict[str, object]]:
+    def _exchange(self, message: dict[str, Any]) -> Sequence[dict[str, Any]]:
         blobs = self._group.all_gather(json.dumps(message).encode(), self._timeout_s, "allocate")
         return [json.loads(blob) for blob in blobs]
 
 
 def host_version() -> tuple[int, ...]:
     """What the host library says."""
-    return nvshmem_heap.nvshmem_library.load().version
+    return nvshmem_library.load().version
 
 
 def open_memory(group: Group, index: int, heap_bytes: int = 0) -> NvshmemMemory:

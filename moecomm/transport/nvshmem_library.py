@@ -34,7 +34,7 @@ class Library:
         parts = [ctypes.c_int() for _ in range(3)]
         bindings.vendor_get_version_info(*map(ctypes.addressof, parts))
         self.path = path
-        self.version = tuple(part.value for part in parts)
+        self.version: tuple[int, ...] = tuple(part.value for part in parts)
 
     def unique_id(self) -> bytes:
         """A new identity for one group of PEs, which its rank 0 hands out."""
@@ -84,7 +84,7 @@ class Library:
 
 @functools.cache
 def load() -> Library:
-    """The library of this process.
+    """The library of this process, loaded once.
 
     Raises:
         TransportUnavailable: nvshmem4py or the library is missing.
