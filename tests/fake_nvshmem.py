@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,7 @@ class FakeLibrary:
     ) -> None:
         self.folder, self.apart, self.late_s, self.room = folder, apart, late_s, room
         self.calls: Counter[str] = Counter()
-        self.modules: list[int] = []
+        self.modules: list[Any] = []
         self.pe = -1
         self._used = 0
         self._maps: dict[int, np.ndarray] = {}
@@ -68,10 +69,10 @@ class FakeLibrary:
             return 0
         return self._base(pe) + address - self._base(self.pe)
 
-    def module_init(self, module: int) -> None:
+    def module_init(self, module: Any) -> None:
         self.modules.append(module)
 
-    def module_finalize(self, module: int) -> None:
+    def module_finalize(self, module: Any) -> None:
         self.modules.remove(module)
 
     def _base(self, pe: int) -> int:

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from moecomm import env
 from moecomm.bench.environment import environment
-from moecomm.bench.options import Options
+from moecomm.bench.options import Case, Options
 from moecomm.bench.prepare import compile_ahead, layouts
 from moecomm.bench.worker import NO_TIME, bench_rank
 from moecomm.kernels import choice
@@ -64,10 +65,15 @@ def results_of(reports: list[dict[str, Any]], options: Options) -> Iterator[Reco
             "hidden": options.hidden,
             "top_k": options.top_k,
             "num_experts": options.num_experts,
-            "wire": "lines" if Layout(options.config(case), options.ranks, 0).lines else "flags",
+            "wire": "lines" if _has_lines(options, case) else "flags",
         }
         found = _worst(records)
         yield head | {"correct": None if "skipped" in found else not found.get("faults")} | found
+
+
+def _has_lines(options: Options, case: Case) -> bool:
+    puts = options.transport == "nvshmem" and env.flag("NVSHMEM_NO_POINTERS")
+    return not puts and Layout(options.config(case), options.ranks, 0).lines
 
 
 def _worst(records: list[Record]) -> Record:

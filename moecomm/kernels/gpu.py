@@ -64,9 +64,9 @@ class GpuKernels:
             check(status, f"launching {stage}")
 
     @property
-    def modules(self) -> list[int]:
+    def modules(self) -> list[Any]:
         """The loaded CUmodules."""
-        return [int(module) for module in self._modules]
+        return list(self._modules)
 
     def close(self) -> None:
         """Idempotent."""

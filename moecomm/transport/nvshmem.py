@@ -107,12 +107,12 @@ class NvshmemMemory:
         mine = all(self.heap_pointer(rank, region) is not None for rank in ranks)
         return all(m["mine"] for m in self._exchange({"mine": mine}))
 
-    def module_init(self, module: int) -> None:
+    def module_init(self, module: Any) -> None:
         """Tell device code in a loaded CUmodule where the heap is."""
         with current(self._index):
             self._heap.library.module_init(module)
 
-    def module_finalize(self, module: int) -> None:
+    def module_finalize(self, module: Any) -> None:
         """Before the module is unloaded."""
         with current(self._index):
             self._heap.library.module_finalize(module)

@@ -120,6 +120,7 @@ def start(group: Group, index: int, heap_bytes: int, timeout_s: float) -> Heap:
         library = nvshmem_library.load()
         unique_id = _agree(group, members, index, library, timeout_s)
         if _heap is None:
+            os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # multicast: for its collectives
             os.environ.setdefault(SIZE_VARIABLE, str(max(SPARE * heap_bytes, LEAST_HEAP_BYTES)))
             peer = other_rank(group.rank, group.size)
             bounded(

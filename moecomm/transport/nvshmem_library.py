@@ -62,17 +62,17 @@ class Library:
         """Where this process loads and stores what ``pe`` has at ``address``; 0: nowhere."""
         return int(self._bindings.ptr(address, pe))
 
-    def module_init(self, module: int) -> None:
+    def module_init(self, module: Any) -> None:
         """Let the device code in a loaded CUmodule know the heap.
 
         Raises:
             TransportError: NVSHMEM refuses it.
         """
-        self._check(self._bindings.cumodule_init(module), "cumodule_init")
+        self._check(self._bindings.cumodule_init(int(module)), "cumodule_init")
 
-    def module_finalize(self, module: int) -> None:
+    def module_finalize(self, module: Any) -> None:
         """Before the module is unloaded."""
-        self._check(self._bindings.cumodule_finalize(module), "cumodule_finalize")
+        self._check(self._bindings.cumodule_finalize(int(module)), "cumodule_finalize")
 
     def _check(self, status: int | None, what: str) -> None:
         if status:
