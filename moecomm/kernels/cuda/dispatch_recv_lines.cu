@@ -56,6 +56,10 @@ DEVICE bool receive_piece(const Args& a, const Placement& s, WarpSpace& space, u
     first.number = 0;
     const bool needs_meta = LAYOUT != LAYOUT_RANK || number == 0;
     LineRead r = own.read(epoch), meta = needs_meta ? first.read(epoch) : r;
+#if DECODES
+    float scale;
+    if (!read_scale(a, own, epoch, &scale)) return false;  // beside the two reads under way
+#endif
     if (!wait_piece(a, own, epoch, r)) return false;
     const Pair chunk = to_chunks(r.v);
     if (needs_meta) {
@@ -68,10 +72,10 @@ DEVICE bool receive_piece(const Args& a, const Placement& s, WarpSpace& space, u
         space.plan.rows[0] = j;
     }
     __syncwarp();
-    const u32 c = number * PIECE_CHUNKS + lane_id();
 #if DECODES
-    if (!place_decoded(a, own, space.plan, c, chunk, epoch)) return false;
+    place_decoded(a, space.plan, number, chunk, scale);
 #else
+    const u32 c = number * PIECE_CHUNKS + lane_id();
     if (lane_id() < PIECE_CHUNKS && c < RECORD_WORDS / 2) place_chunk(a, space.plan, c, chunk);
 #endif
     __syncwarp();  // nobody still reads this warp's space
