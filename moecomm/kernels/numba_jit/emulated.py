@@ -14,7 +14,7 @@ from moecomm.kernels.args import ARG_FIELDS
 from moecomm.kernels.emulated import EmulatedKernels
 from moecomm.kernels.geometry import EMULATOR, Machine
 from moecomm.kernels.numba_jit.cpu import numba_symbol, object_file
-from moecomm.kernels.numba_jit.lowered import Lowered, lower
+from moecomm.kernels.numba_jit.lowered import Lowered, files, lower
 from moecomm.kernels.numba_jit.problem import numbers
 from moecomm.kernels.numba_jit.sources import Sources
 from moecomm.kernels.stages import STAGES
@@ -76,7 +76,8 @@ def program(sources: Sources) -> EmulatorProgram:
     text += "".join(_ENTRY.format(stage=stage) for stage in STAGES)
 
     def objects() -> Sequence[Path]:
-        return [*map(object_file, lowered), build_object(_thunks(sources, lowered), NAME)]
+        thunks = build_object(_thunks(sources, lowered), NAME)
+        return [*files(lowered, object_file), thunks]
 
     return EmulatorProgram(text, name=NAME, kernels=STAGES, objects=objects)
 

@@ -17,7 +17,7 @@ from moecomm.kernels.args import ARG_FIELDS
 from moecomm.kernels.geometry import Block
 from moecomm.kernels.gpu import GpuKernels
 from moecomm.kernels.jit import Compiled, LinkInput, Toolchain, compile_source, numba_cuda
-from moecomm.kernels.numba_jit.lowered import Lowered, lower
+from moecomm.kernels.numba_jit.lowered import Lowered, files, lower
 from moecomm.kernels.numba_jit.problem import numbers
 from moecomm.kernels.numba_jit.sources import Sources
 from moecomm.kernels.stages import Variant
@@ -78,7 +78,7 @@ def compile_stage(
         arguments=", ".join(f"a.fields[{field}]" for field in fields),
     )
     text = source.bundle("shim.cuh", defines) + entry
-    link = [LinkInput(str(ltoir_file(part))) for part in lowered]
+    link = [LinkInput(str(file)) for file in files(lowered, ltoir_file)]
     return compile_source(f"{stage} in Python", text, arch, link=link)
 
 

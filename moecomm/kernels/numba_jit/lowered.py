@@ -11,8 +11,10 @@ from __future__ import annotations
 import ast
 import copy
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType
 from typing import Any, Final
 
@@ -70,6 +72,15 @@ def lower(sources: Sources, *entries: str) -> tuple[Lowered, ...]:
     for entry in entries:
         _check_entry(sources, entry)
     return tuple(_lower(sources, function) for function in sources.reached_from(*entries))
+
+
+def files(lowered: Sequence[Lowered], make: Callable[[Lowered], Path]) -> list[Path]:
+    """``make`` each function's file, which finds or builds it in the cache. Processes that start
+    together begin at different functions, so that each builds its share."""
+    first = os.getpid() % len(lowered)
+    for part in (*lowered[first:], *lowered[:first]):
+        make(part)
+    return [make(part) for part in lowered]
 
 
 def _check_entry(sources: Sources, stage: str) -> None:
