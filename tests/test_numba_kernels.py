@@ -81,7 +81,7 @@ def python_kernels() -> Iterator[None]:
 @pytest.mark.parametrize("name", CASES)
 def test_every_configuration_equals_the_reference(name: str) -> None:
     cfg, num_ranks, input_dtype = CASES[name]
-    exchange(cfg, num_ranks, steps=2, seeds=(0, 1, 2), input_dtype=input_dtype, skew=0.2)
+    exchange(cfg, num_ranks, steps=2, seeds=(0, 1), input_dtype=input_dtype, skew=0.2)
 
 
 def test_ranks_without_tokens() -> None:
@@ -119,14 +119,14 @@ def test_a_cap_fits_or_is_everybodys_error(layout: Any, short: int) -> None:
 def test_schedules(setting: str) -> None:
     """What finds each fault of ``test_numba_mutations.py``, over 41 seeds."""
     cases = mutations._cases("flags", setting)
-    for seed in range(41 if setting == "busy" else 9):
+    for seed in range(41 if setting == "busy" else 5):
         mutations._simulate(cases, setting, seed)
 
 
 @pytest.mark.parametrize("setting", ["plain", "replicas", "chain"])
 def test_a_rank_that_dies_at_any_step_is_named(setting: str) -> None:
     death = roll_call._deaths(setting)
-    for seed in range(10):
+    for seed in range(6):
         assert not any(death.survivors_name(seed)), f"seed {seed}"
 
 

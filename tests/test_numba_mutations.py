@@ -67,8 +67,8 @@ MUTATIONS = {
     ),
     "wait-without-acquire": Mutation(
         "waits.py",
-        "        word = load_acquire(flag)\n        if word >= wanted:",
-        "        word = load_relaxed(flag)\n        if word >= wanted:",
+        "        word = load_acquire(flag)\n        came = word >= wanted",
+        "        word = load_relaxed(flag)\n        came = word >= wanted",
     ),
     "stale-epoch-accepted": Mutation(
         "dispatch_recv.py",

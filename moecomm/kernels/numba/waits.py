@@ -35,10 +35,12 @@ def wait_for_flag(
         spins += 1
         look = pause(spins)
         word = load_acquire(flag)
-        if word >= wanted:
+        came = word >= wanted
+        late = came and too_late(a, start)
+        if came and not late:
             note_waited(a, phase, peer, start)
             return True
-        if look and gives_up(a, start, epoch, phase, peer, num, wanted, word):
+        if (look or late) and gives_up(a, start, late, epoch, phase, peer, num, wanted, word):
             return False
 
 
@@ -55,10 +57,12 @@ def wait_for_count(a: Args, flag: int, epoch: int, phase: int, peer: int) -> int
         spins += 1
         look = pause(spins)
         word = load_acquire(flag)
-        if word >> 32 & LOW_HALF == wanted:
+        seen = word >> 32 & LOW_HALF
+        late = seen == wanted and too_late(a, start)
+        if seen == wanted and not late:
             note_waited(a, phase, peer, start)
             return word & LOW_HALF
-        if look and gives_up(a, start, epoch, phase, peer, 1, epoch, word >> 32 & LOW_HALF):
+        if (look or late) and gives_up(a, start, late, epoch, phase, peer, 1, epoch, seen):
             return -1
 
 
@@ -67,10 +71,17 @@ def note_waited(a: Args, phase: int, peer: int, start: int) -> None:
     atomic_add(a.local + LOC_STAT_WAIT_NS + 8 * (phase * NUM_RANKS + peer), time_ns() - start)
 
 
+def too_late(a: Args, start: int) -> bool:
+    """What came was waited for longer than the time-out, and the roll has been called."""
+    return time_ns() - start > a.timeout_ns and load_relaxed(answered_word(a)) != 0
+
+
 def gives_up(
-    a: Args, start: int, epoch: int, phase: int, peer: int, num: int, expected: int, seen: int
-) -> bool:
-    """Whether a wait that began at ``start`` must end without what it waits for."""
+    a: Args, start: int, late: bool, epoch: int, phase: int, peer: int, num: int,
+    expected: int, seen: int,
+) -> bool:  # fmt: skip
+    """Whether a wait that began at ``start`` must end: without what it waits for, or too ``late``.
+    Whoever calls the roll ends in a report."""
     if aborted(a, load_abort(a), epoch):
         return True
     answered = load_relaxed(answered_word(a))
@@ -79,12 +90,12 @@ def gives_up(
         if now - start > a.timeout_ns or load_relaxed(roll_word(a.symmetric, 0)) != 0:
             answer_roll(a, now)
         return False
-    culprit = missing(a, peer, num)
+    culprit = -1 if late else missing(a, peer, num)
     grace = min(a.timeout_ns // 4, MOST_GRACE_NS)
     if culprit < 0:
         grace *= 2
     # A wait that began later gives its peer the same time to answer.
-    if now <= max(start, answered) + grace:
+    if not late and now <= max(start, answered) + grace:
         return False
     report_timeout(a, phase, peer if culprit < 0 else culprit, epoch, expected, seen)
     return True
