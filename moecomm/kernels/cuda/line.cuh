@@ -152,7 +152,8 @@ DEVICE bool wait_piece(const Args& a, const Piece& piece, u64 epoch, LineRead& r
         r = piece.read(epoch);
         bool late = false;
         if (all_there(r)) {
-            late = __any_sync(FULL_WARP, spins >= FIRST_LOOK && lane_id() == 0 && too_late(a, start));
+            if (spins < FIRST_LOOK) return true;
+            late = __any_sync(FULL_WARP, lane_id() == 0 && too_late(a, start));
             if (!late) return true;
         }
         if (!look && !late) continue;
