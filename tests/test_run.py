@@ -498,6 +498,20 @@ def test_ranks_end_with_their_caller(
         assert "Traceback" not in err
 
 
+def test_a_rank_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONWARNINGS", "always::ResourceWarning")
+    text = """
+        from moecomm.run import run
+
+        def meet(group):
+            group.barrier(30)
+
+        if __name__ == "__main__":
+            run(meet, 2)
+    """
+    assert "ResourceWarning" not in script(tmp_path, text).stderr
+
+
 def test_many_runs_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before = threading.active_count(), _descriptors()
