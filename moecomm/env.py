@@ -108,6 +108,16 @@ VARIABLES: Final = (
         "how ranks of transport='verbs' connect: by datagrams, or over the group's store",
     ),
     Variable(
+        "RDMA_TRAFFIC_CLASS",
+        "0",
+        "traffic class of RDMA packets, 0 to 255: what RoCE switches sort by",
+    ),
+    Variable(
+        "RDMA_SERVICE_LEVEL",
+        "0",
+        "service level of RDMA connections, 0 to 15",
+    ),
+    Variable(
         "GID_INDEX",
         "RoCE v2 before v1, IPv4 before IPv6",
         "which entry of the RDMA ports' address tables to use",

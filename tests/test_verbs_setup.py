@@ -3,6 +3,7 @@ machine without any RDMA device."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import pickle
@@ -13,9 +14,19 @@ import pytest
 
 from moecomm.errors import ConfigError, TransportError, TransportUnavailable
 from moecomm.transport.engine.provider import Sizing
-from moecomm.transport.verbs import abi, devices, domains, gids, library, queues, statuses
+from moecomm.transport.verbs import (
+    abi,
+    devices,
+    dmabuf,
+    domains,
+    gids,
+    library,
+    queues,
+    statuses,
+)
 from moecomm.transport.verbs.bootstrap import Address
 from moecomm.transport.verbs.devices import Limits, choose_ports
+from moecomm.transport.verbs.dmabuf import DmaBuf
 from moecomm.transport.verbs.gids import Gid
 
 LINK_LOCAL = "fe80:0000:0000:0000:0202:c9ff:fe00:0001"
@@ -258,16 +269,16 @@ def test_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gpu_memory_by_dmabuf(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeLibrary()
-    keys = domain(monkeypatch, fake).register(0x7000, 4096, dmabuf_fd=33)
+    keys = domain(monkeypatch, fake).register(0x7000, 4096, dmabuf=DmaBuf(33, 512), on_gpu=True)
     assert keys.by_dmabuf
-    assert fake.calls == [("dmabuf", 0, 4096, 0x7000, 33, domains.ACCESS)]
+    assert fake.calls == [("dmabuf", 512, 4096, 0x7000, 33, domains.ACCESS)]
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, None])
 def test_gpu_memory_without_dmabuf(monkeypatch: pytest.MonkeyPatch, code: int | None) -> None:
     """The kernel, the driver or the library (``None``) has no dma-buf: register the address."""
     fake = FakeLibrary(dmabuf=code)
-    keys = domain(monkeypatch, fake).register(0x7000, 4096, dmabuf_fd=33)
+    keys = domain(monkeypatch, fake).register(0x7000, 4096, dmabuf=DmaBuf(33, 512), on_gpu=True)
     assert not keys.by_dmabuf
     assert fake.calls[-1] == ("plain", 0x7000, 4096, 0x7000, domains.ACCESS)
 
@@ -275,16 +286,50 @@ def test_gpu_memory_without_dmabuf(monkeypatch: pytest.MonkeyPatch, code: int | 
 def test_gpu_memory_that_cannot_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeLibrary(plain=errno.EFAULT, dmabuf=errno.EOPNOTSUPP)
     with pytest.raises(TransportError, match=r"mlx5_0 port 1: 4096 bytes: .*nvidia-peermem"):
-        domain(monkeypatch, fake).register(0x7000, 4096, dmabuf_fd=33)
+        domain(monkeypatch, fake).register(0x7000, 4096, dmabuf=DmaBuf(33, 512), on_gpu=True)
 
 
 def test_a_dmabuf_that_is_refused_for_another_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """No memory left is no reason to try another way."""
     fake = FakeLibrary(dmabuf=errno.ENOMEM)
     with pytest.raises(library.VerbsError, match="ibv_reg_dmabuf_mr") as caught:
-        domain(monkeypatch, fake).register(0x7000, 4096, dmabuf_fd=33)
+        domain(monkeypatch, fake).register(0x7000, 4096, dmabuf=DmaBuf(33, 512), on_gpu=True)
     assert caught.value.code == errno.ENOMEM
     assert len(fake.calls) == 1
+
+
+class FakeCuda:
+    """Exports whole pages, as the driver does, or refuses."""
+
+    class CUmemRangeHandleType:
+        CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD = 1
+
+    def __init__(self, status: int = 0) -> None:
+        self._status = status
+        self.ranges: list[tuple[int, int]] = []
+
+    def cuMemGetHandleForAddressRange(
+        self, address: int, nbytes: int, kind: int, flags: int
+    ) -> tuple[int, int]:
+        assert address % 4096 == nbytes % 4096 == 0
+        assert (kind, flags) == (1, 0)
+        self.ranges.append((address, nbytes))
+        return self._status, 44
+
+
+@pytest.mark.parametrize(
+    ("supported", "status", "expected"),
+    [(1, 0, DmaBuf(44, 100)), (0, 0, None), (1, 801, None)],
+    ids=["exported", "old-driver", "refused"],
+)
+def test_a_dmabuf_of_gpu_memory(
+    monkeypatch: pytest.MonkeyPatch, supported: int, status: int, expected: DmaBuf | None
+) -> None:
+    cuda = FakeCuda(status)
+    monkeypatch.setattr(dmabuf, "attribute", lambda index, name: supported)
+    monkeypatch.setattr(dmabuf, "current", lambda index: contextlib.nullcontext(cuda))
+    assert dmabuf.export(0, 0x7000 + 100, 8192) == expected
+    assert cuda.ranges == ([(0x7000, 3 * 4096)] if supported else [])
 
 
 def test_the_limit_of_locked_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

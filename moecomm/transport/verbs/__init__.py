@@ -46,7 +46,8 @@ def open_engine(
         ports: names of ports, such as ``"mlx5_0"`` or ``"mlx5_0:2"``; ``None``: what
             ``MOECOMM_RDMA_PORTS`` says, else every active one (near the GPU, if there is one).
         num_nics: how many of them; ``None``: what ``MOECOMM_NICS`` says, else all.
-        parameters: of the connections.
+        parameters: of the connections; ``None``: the defaults, with the traffic class and service
+            level of ``MOECOMM_RDMA_TRAFFIC_CLASS`` and ``MOECOMM_RDMA_SERVICE_LEVEL``.
         gid_index: which of a port's addresses; ``None``: what ``MOECOMM_GID_INDEX`` says, else the
             best one.
         bootstrap: how ranks connect: by ``"datagrams"``, or over the group's ``"store"``; ``None``:
@@ -69,9 +70,14 @@ def open_engine(
         raise ConfigError(f"bootstrap={bootstrap!r}: must be one of {', '.join(BOOTSTRAPS)}")
     prefix = group.instance_key("verbs")
     over_store = partial(StoreBootstrap, group.store, prefix) if bootstrap == "store" else None
+    if parameters is None:
+        parameters = Parameters(
+            traffic_class=env.integer("RDMA_TRAFFIC_CLASS", 0, 255) or 0,
+            service_level=env.integer("RDMA_SERVICE_LEVEL", 0, 15) or 0,
+        )
     jit.load("moecomm.transport.verbs.hooks")
     nics = [
-        VerbsOpener(port, parameters or Parameters(), gid_index, over_store)
+        VerbsOpener(port, parameters, gid_index, over_store)
         for port in choose(ports, num_nics, cuda_device)
     ]
     return TransferEngine(group, nics, options=options, cuda_device=cuda_device)

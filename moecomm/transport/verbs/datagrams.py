@@ -30,10 +30,14 @@ class Datagrams:
     Args:
         num_receives: how many may come before ``receive`` is called again; more are lost.
         key: what senders must know.
+        parameters: service level, traffic class and hop limit are used.
     """
 
-    def __init__(self, domain: ProtectionDomain, num_receives: int, key: int) -> None:
+    def __init__(
+        self, domain: ProtectionDomain, num_receives: int, key: int, parameters: Parameters
+    ) -> None:
         self._domain, device = domain, domain.device
+        self._parameters = parameters
         self._slots = num_receives + NUM_SENDS
         self._memory = mmap.mmap(-1, self._slots * SLOT_BYTES)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -143,7 +147,7 @@ class Datagrams:
     def _route(self, lid: int, gid: bytes) -> int:
         handle = self._routes.get((lid, gid))
         if handle is None:
-            attributes = route(self._domain.device, lid, gid, Parameters())
+            attributes = route(self._domain.device, lid, gid, self._parameters)
             pointer = library().ibv_create_ah(self._domain.plain, ctypes.addressof(attributes))
             where = f"{self._domain.where}: the way to GID {gid.hex(':', 2)}"
             handle = self._routes[lid, gid] = made(pointer, "ibv_create_ah", where)

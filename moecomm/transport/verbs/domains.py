@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from moecomm.transport.verbs import abi
 from moecomm.transport.verbs.devices import Device
+from moecomm.transport.verbs.dmabuf import DmaBuf
 from moecomm.transport.verbs.library import VerbsError, done, library, made
 
 logger = logging.getLogger(__name__)
@@ -59,26 +60,25 @@ class ProtectionDomain:
         nbytes: int,
         *,
         access: int = ACCESS,
-        dmabuf_fd: int | None = None,
+        dmabuf: DmaBuf | None = None,
         on_gpu: bool = False,
     ) -> Keys:
         """Let the device use ``nbytes`` at ``address``.
 
-        ``dmabuf_fd``: a dma-buf of exactly this range, for memory of a GPU. Where the driver
-        refuses those, the address is registered as it is, which for a GPU needs the
-        nvidia-peermem module.
+        ``dmabuf``: for memory of a GPU; stays the caller's. Where the driver refuses those, the
+        address is registered as it is, which for a GPU needs the nvidia-peermem module.
 
         Raises:
             VerbsError: the device refuses; the message says what usually helps.
         """
         handle = None
-        if dmabuf_fd is not None:
-            handle = self._try_dmabuf(dmabuf_fd, address, nbytes, access)
+        if dmabuf is not None:
+            handle = self._try_dmabuf(dmabuf, address, nbytes, access)
         by_dmabuf = handle is not None
         if handle is None:
             lib = library()
             handle = lib.ibv_reg_mr_iova2(self.plain, address, nbytes, address, access)
-            hint = _hint(ctypes.get_errno(), nbytes, on_gpu=on_gpu or dmabuf_fd is not None)
+            hint = _hint(ctypes.get_errno(), nbytes, on_gpu=on_gpu)
             handle = made(handle, "ibv_reg_mr", f"{self.where}: {nbytes} bytes", hint)
         self._registered.add(handle)
         local = abi.load(c_uint32, handle + abi.MR_LKEY)
@@ -103,13 +103,14 @@ class ProtectionDomain:
             lib.ibv_dealloc_pd(self.plain)
         self.plain = self._parent = self._thread_domain = 0
 
-    def _try_dmabuf(self, fd: int, address: int, nbytes: int, access: int) -> int | None:
+    def _try_dmabuf(self, dmabuf: DmaBuf, address: int, nbytes: int, access: int) -> int | None:
         """A registration of the dma-buf; ``None`` where that is not supported."""
         function = getattr(library(), "ibv_reg_dmabuf_mr", None)
         if function is None:
             logger.info("%s: libibverbs is too old for dma-buf", self.where)
             return None
-        handle: int | None = function(self.plain, 0, nbytes, address, fd, access)
+        fd, offset = dmabuf
+        handle: int | None = function(self.plain, offset, nbytes, address, fd, access)
         if handle:
             return handle
         code = ctypes.get_errno()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint8, c_uint64, c_void_p
 from functools import cache
@@ -10,12 +11,15 @@ from typing import Any, Final
 
 from moecomm.errors import TransportError, TransportUnavailable
 
+logger = logging.getLogger(__name__)
+
 NAME: Final = "libibverbs.so.1"
 TRANSPORT: Final = "verbs"
 
 # name → (result, arguments). ibv_reg_mr is a macro; ibv_reg_mr_iova2 is what it calls for optional
 # access flags. ibv_reg_dmabuf_mr came with rdma-core 34.
 _FUNCTIONS: Final[dict[str, tuple[Any, list[Any]]]] = {
+    "ibv_fork_init": (c_int, []),
     "ibv_get_device_list": (POINTER(c_void_p), [POINTER(c_int)]),
     "ibv_free_device_list": (None, [POINTER(c_void_p)]),
     "ibv_get_device_name": (c_char_p, [c_void_p]),
@@ -62,6 +66,11 @@ def library() -> Any:
             raise TransportUnavailable(f"transport={TRANSPORT!r}: {NAME} has no {name}: too old")
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
+    # Before Linux 5.12 a fork could take registered pages away from this process; this makes the
+    # library keep them out of children. It does nothing where the kernel needs no help.
+    status = loaded.ibv_fork_init()
+    if status:
+        logger.warning("ibv_fork_init failed (%s): do not fork", os.strerror(status))
     return loaded
 
 

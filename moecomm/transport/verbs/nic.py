@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import mmap
+import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import ClassVar, Final
 from moecomm.errors import StateError, TransportError
 from moecomm.transport.base import Region
 from moecomm.transport.engine.provider import Hooks, Limits, Registration, Sizing
-from moecomm.transport.verbs import abi, hooks, statuses
+from moecomm.transport.verbs import abi, dmabuf, hooks, statuses
 from moecomm.transport.verbs.bootstrap import Address, Bootstrap, DatagramBootstrap, Link
 from moecomm.transport.verbs.datagrams import Datagrams
 from moecomm.transport.verbs.devices import Device, Port
@@ -133,7 +134,7 @@ class VerbsNic:
         self._bootstrap: Bootstrap
         if bootstrap is None:
             key = secrets.randbits(31)  # the highest bit would mean: the sender's own key
-            datagrams = Datagrams(domain, max(64, 4 * sizing.num_peers), key)
+            datagrams = Datagrams(domain, max(64, 4 * sizing.num_peers), key, self._parameters)
             qp_num, self._bootstrap = datagrams.number, DatagramBootstrap(datagrams)
         else:
             self._bootstrap = bootstrap()
@@ -186,9 +187,16 @@ class VerbsNic:
         self, region: Region, *, on_gpu: bool = False, dmabuf_fd: int | None = None
     ) -> Registration:
         """See ``Nic.register``."""
-        keys = self._domain.register(
-            region.address, region.nbytes, dmabuf_fd=dmabuf_fd, on_gpu=on_gpu
-        )
+        where, gpu = (region.address, region.nbytes), self._sizing.cuda_device
+        given = dmabuf.DmaBuf(dmabuf_fd, 0) if dmabuf_fd is not None else None
+        made = None
+        if on_gpu and given is None and gpu is not None:
+            made = dmabuf.export(gpu, *where)
+        try:
+            keys = self._domain.register(*where, dmabuf=given or made, on_gpu=on_gpu)
+        finally:
+            if made is not None:
+                os.close(made.fd)  # the registration keeps what it needs
         # Small payloads may be copied into requests where the processor can read them.
         local = keys.local if on_gpu else keys.local | hooks.HOST_MEMORY
         self._registrations[keys.local] = keys
