@@ -14,7 +14,7 @@ from verbs_ends import Event, Post
 
 from moecomm.transport.engine import records
 from moecomm.transport.engine.provider import MAX_BURST
-from moecomm.transport.verbs import abi, hooks, statuses
+from moecomm.transport.verbs import abi, hooks, posting_state, statuses
 
 _Function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 _PollFunction = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
@@ -48,7 +48,7 @@ class Library:
         functions = _Function(self._post_send), _Function(self._post_srq), _PollFunction(self._poll)
         self._functions = functions
         addresses = [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in functions]
-        self.state = hooks.State(
+        self.state = posting_state.State(
             (addresses[0], addresses[1], addresses[2]), CQ, 3, WRITES, MESSAGES, INLINE
         )
         for peer in range(3):
@@ -155,7 +155,7 @@ def test_templates_keep_nothing_of_the_post_before(library: Library) -> None:
 
 
 def test_small_payloads_of_host_memory_travel_inside(library: Library) -> None:
-    host = 11 | hooks.HOST_MEMORY
+    host = 11 | posting_state.HOST_MEMORY
     sizes = {0: False, 1: True, INLINE: True, INLINE + 1: False}
     for nbytes, inline in sizes.items():
         library.post(write(0, nbytes=nbytes, local_key=host))
@@ -200,8 +200,8 @@ def test_events(library: Library) -> None:
     library.complete(9, abi.WC_RDMA_WRITE)
     library.complete(8, 0, statuses.REM_ACCESS_ERR, vendor_err=0x88)
     big_endian = int.from_bytes((0xAABBCCDD).to_bytes(4, "big"), "little")
-    library.complete(hooks.EMPTY_RECEIVE, abi.WC_RECV_RDMA_WITH_IMM, imm_data=big_endian)
-    library.complete(hooks.OWN_REQUEST, abi.WC_RDMA_WRITE, statuses.RETRY_EXC_ERR)
+    library.complete(posting_state.EMPTY_RECEIVE, abi.WC_RECV_RDMA_WITH_IMM, imm_data=big_endian)
+    library.complete(posting_state.OWN_REQUEST, abi.WC_RDMA_WRITE, statuses.RETRY_EXC_ERR)
     events = library.poll()
     assert isinstance(events, list)
     sent, failed, arrived = events
@@ -212,23 +212,23 @@ def test_events(library: Library) -> None:
 
 
 def test_receives_of_nothing_are_posted_again(library: Library) -> None:
-    library.state.fill_empty(hooks.POLL_BATCH + 5)
-    assert [len(numbers) for _, numbers in library.receives] == [hooks.POLL_BATCH, 5]
+    library.state.fill_empty(posting_state.POLL_BATCH + 5)
+    assert [len(numbers) for _, numbers in library.receives] == [posting_state.POLL_BATCH, 5]
     library.receives.clear()
-    for count in (3, hooks.POLL_BATCH, 1, 7):
+    for count in (3, posting_state.POLL_BATCH, 1, 7):
         for _ in range(count):
-            library.complete(hooks.EMPTY_RECEIVE, abi.WC_RECV_RDMA_WITH_IMM)
+            library.complete(posting_state.EMPTY_RECEIVE, abi.WC_RECV_RDMA_WITH_IMM)
         events = library.poll()
         assert isinstance(events, list)
         assert len(events) == count
-        assert library.receives.pop() == (WRITES, [hooks.EMPTY_RECEIVE] * count)
+        assert library.receives.pop() == (WRITES, [posting_state.EMPTY_RECEIVE] * count)
     assert library.poll() == []
     assert library.receives == []
 
 
 def test_messages_keep_their_buffers_until_the_next_poll(library: Library) -> None:
     library.state.set_messages(0x50000, 256, 4, 33)
-    numbers = [hooks.MESSAGE_RECEIVE | n for n in range(4)]
+    numbers = [posting_state.MESSAGE_RECEIVE | n for n in range(4)]
     assert library.receives.pop() == (MESSAGES, numbers)
     for n in (2, 0):
         library.complete(numbers[n], abi.WC_RECV, byte_len=10 + n)
@@ -254,14 +254,14 @@ def test_arrivals_with_an_error_are_counted_and_their_receives_posted_again(
 ) -> None:
     library.state.set_messages(0x50000, 256, 2, 33)
     library.receives.clear()
-    library.complete(hooks.MESSAGE_RECEIVE | 1, 0, 1)
-    library.complete(hooks.EMPTY_RECEIVE, 0, 1)
+    library.complete(posting_state.MESSAGE_RECEIVE | 1, 0, 1)
+    library.complete(posting_state.EMPTY_RECEIVE, 0, 1)
     assert library.poll() == []
     assert library.state.lost == 2
     library.poll()
     assert sorted(library.receives) == [
-        (WRITES, [hooks.EMPTY_RECEIVE]),
-        (MESSAGES, [hooks.MESSAGE_RECEIVE | 1]),
+        (WRITES, [posting_state.EMPTY_RECEIVE]),
+        (MESSAGES, [posting_state.MESSAGE_RECEIVE | 1]),
     ]
 
 
@@ -272,14 +272,14 @@ def test_no_more_completions_are_taken_than_events_fit(library: Library) -> None
     for capacity in (3, 64, 64, 64):
         events = library.poll(capacity)
         assert isinstance(events, list)
-        assert len(events) <= min(capacity, hooks.POLL_BATCH)
+        assert len(events) <= min(capacity, posting_state.POLL_BATCH)
         seen += [event.context for event in events]
     assert seen == list(range(70))
-    assert library.most_polled == hooks.POLL_BATCH
+    assert library.most_polled == posting_state.POLL_BATCH
 
 
 def test_a_broken_device(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     broken: Callable[..., int] = _PollFunction(lambda queue, most, place: -1)
     address = ctypes.cast(broken, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
-    library.state._set(hooks._POLL_CQ, address)
+    library.state._set(posting_state.POLL_CQ, address)
     assert library.poll() == -errno.EIO
