@@ -70,6 +70,7 @@ class MoeComm(Communicator):
         agree(group, cfg, means, cfg.timeout_s)
         sources = choice.choose(kernels)
         self.config = cfg = choice.fitting(cfg, sources)
+        transport = runtime.choose_transport(cfg, group, transport)
         remote = runtime.choose_remote(cfg, group, transport, device)
         self.layout = Layout(cfg, group.size, group.rank, remote)
         self._runtime = runtime.open_runtime(self.layout, group, transport, device, sources)

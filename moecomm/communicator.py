@@ -125,6 +125,7 @@ class Communicator:
         """Raise what broke the communicator, now and from now on."""
         if self._failure is None and not self._closed and self._trouble.code:
             self._failure = failure_of(self._trouble)
+            self._failure.__cause__ = self._runtime.failure()
             logger.error("rank %d: %s", self.group.rank, self._failure)
         if self._failure is not None:
             raise self._failure

@@ -88,6 +88,11 @@ VARIABLES: Final = (
         "this machine's IP address that fabric tcp binds to; needed between machines",
     ),
     Variable(
+        "NODE_SIZE",
+        "what is within reach: ranks of one machine are one node",
+        "so many ranks in a row count as a machine of their own, to try network transports on one",
+    ),
+    Variable(
         "NICS",
         "all EFA devices near the GPU; 1 with fabrics that stand in for efa",
         "network interfaces that a rank uses",

@@ -98,6 +98,11 @@ class RemoteAreas:
         self.bulk = self._bulk()
 
     @property
+    def arenas(self) -> tuple[Arena, Arena]:
+        """``flags`` and ``bulk``."""
+        return self.flags, self.bulk
+
+    @property
     def record_chunks(self) -> int:
         """Arrivals of one source's records: the private ones, the others; or one a put."""
         return 2 if self.proxied else -(-self.source_records // self.chunk)

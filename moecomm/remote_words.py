@@ -50,6 +50,8 @@ class Kind(IntEnum):
     ROWS = 3
     ACK = 4
     ABORT = 5
+    PING = 6
+    LEAVE = 7
 
 
 EPOCH_BITS: Final = 13
@@ -125,6 +127,8 @@ class RemoteWords:
             Kind.ROWS: (self.areas.channel_rows, CHANNEL_ACK),
             Kind.ACK: (CHANNEL_ACK,),
             Kind.ABORT: (),
+            Kind.PING: (),
+            Kind.LEAVE: (),
         }[Kind(kind)]
 
     def head(self, slot: int, dest: int) -> Move:

@@ -41,8 +41,8 @@ class RemoteRuntime(cpu.CpuRuntime):
 
     world: World
 
-    def _connect(self, group: mc.Group, transport: str) -> None:
-        super()._connect(group, transport)
+    def _connect(self, group: mc.Group) -> None:
+        super()._connect(group)
         layout, local = self._layout, self.local
         peers = (ctypes.c_uint64 * group.size).from_address(local + layout.local["peers"].offset)
         base = local + layout.local["remote_base"].offset

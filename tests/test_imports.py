@@ -73,8 +73,10 @@ except mc.ConfigError as error:
 @pytest.mark.parametrize("transport", ["nvshmem", "verbs", "efa"])
 def test_a_transport_that_is_not_here_is_explained_on_use(transport: str) -> None:  # G10
     code = f"""
+import os
 import moecomm as mc
 from moecomm.emulator import simulate
+os.environ["MOECOMM_NODE_SIZE"] = "1"
 def call(group):
     mc.MoeComm(mc.MoeConfig(num_experts=2, top_k=1, hidden=16, max_tokens=2), group, {transport!r})
 try:

@@ -10,12 +10,15 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Final
 
+from moecomm import env
 from moecomm.bench.options import Options
 from moecomm.cuda_driver import attribute
 from moecomm.kernels import choice
 from moecomm.kernels.jit import compile_kernel
 from moecomm.kernels.stages import STAGES, Variant, input_codes
 from moecomm.layout import Layout
+from moecomm.remote import Remote
+from moecomm.transport import NETWORKS
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +28,13 @@ MOST_PROCESSES: Final = 16
 def layouts(options: Options) -> list[Layout]:
     """One for each problem among the cases. Routing makes no difference to kernels."""
     problems = {options.config(case): None for case in options.cases()}
-    return [Layout(cfg, options.ranks, 0) for cfg in problems]
+    return [Layout(cfg, options.ranks, 0, remote(options)) for cfg in problems]
+
+
+def remote(options: Options) -> Remote | None:
+    """How the ranks, which are on one machine, serve each other where some pretend not to be."""
+    pretended = (env.integer("NODE_SIZE", 1) or options.ranks) < options.ranks
+    return Remote(mode="proxied") if options.transport in NETWORKS and pretended else None
 
 
 def variants(wanted: Iterable[Layout]) -> list[Variant]:

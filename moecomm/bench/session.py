@@ -9,7 +9,7 @@ from typing import Any
 from moecomm import env
 from moecomm.bench.environment import environment
 from moecomm.bench.options import Case, Options
-from moecomm.bench.prepare import compile_ahead, layouts
+from moecomm.bench.prepare import compile_ahead, layouts, remote
 from moecomm.bench.worker import NO_TIME, bench_rank
 from moecomm.kernels import choice
 from moecomm.layout import Layout
@@ -73,7 +73,7 @@ def results_of(reports: list[dict[str, Any]], options: Options) -> Iterator[Reco
 
 def _has_lines(options: Options, case: Case) -> bool:
     puts = options.transport == "nvshmem" and env.flag("NVSHMEM_NO_POINTERS")
-    return not puts and Layout(options.config(case), options.ranks, 0).lines
+    return not puts and Layout(options.config(case), options.ranks, 0, remote(options)).lines
 
 
 def _worst(records: list[Record]) -> Record:

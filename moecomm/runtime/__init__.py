@@ -9,6 +9,19 @@ from moecomm.kernels.numba_jit.sources import Sources
 from moecomm.layout import Layout
 from moecomm.remote import Remote
 from moecomm.runtime.base import Runtime
+from moecomm.transport import AUTO, NETWORKS
+
+
+def choose_transport(cfg: MoeConfig, group: Group, transport: str) -> str:
+    """``"auto"`` stays itself where all ranks are on one machine; else it is a network.
+
+    Collective, and equal on all ranks.
+    """
+    if transport != AUTO or group.size == 1:
+        return transport
+    from moecomm.runtime import proxied
+
+    return proxied.choose_network(group, cfg.timeout_s)
 
 
 def choose_remote(
@@ -26,6 +39,10 @@ def choose_remote(
         from moecomm.runtime import nvshmem
 
         return nvshmem.choose(cfg, group, int(index) if index.isdigit() else None)
+    if transport in NETWORKS:
+        from moecomm.runtime import proxied
+
+        return proxied.choose(cfg, group, transport)
     return None
 
 

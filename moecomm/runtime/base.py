@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final, Protocol
 
 from moecomm.arrays import Device, Kind
-from moecomm.errors import DtypeError
+from moecomm.errors import DtypeError, TransportError
 from moecomm.kernels.args import ArgBlock, Status
 
 POISON: Final = 0x7F  # a NaN in every float format there is
@@ -51,6 +51,9 @@ class Runtime(Protocol):
 
     def read_words(self, region: str) -> list[int]:
         """The 8-byte words of a region of the workspace, after all launches so far."""
+
+    def failure(self) -> TransportError | None:
+        """What has happened to the host's part of the exchange, where that failed first."""
 
     def close(self) -> None:
         """Let go of memory and kernels. Idempotent, not collective."""

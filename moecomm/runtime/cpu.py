@@ -8,23 +8,31 @@ import mmap
 import os
 import resource
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from moecomm import env
 from moecomm.agreement import SETUP_S, together
 from moecomm.arena import Arena
 from moecomm.arrays import Device, Kind
-from moecomm.errors import OutOfMemory, TransportUnavailable
+from moecomm.errors import OutOfMemory, TransportError
 from moecomm.group import Group
 from moecomm.kernels.args import STATUS_BYTES, ArgBlock, Status
 from moecomm.kernels.emulated import EmulatedKernels
 from moecomm.kernels.numba_jit.sources import Sources
 from moecomm.layout import Layout
 from moecomm.runtime.base import POISON, as_stream
-from moecomm.transport import open_memory
+from moecomm.transport import NETWORKS, open_memory
+from moecomm.transport.base import Memory
+from moecomm.transport.hybrid import HybridMemory
+from moecomm.transport.loopback_memory import LoopbackMemory
+from moecomm.transport.nodes import find_nodes
 
 if TYPE_CHECKING:
     from moecomm.emulator.simulation import RangeKind
+    from moecomm.transport.proxy.mover import Mover
+
+# The emulated kernels need the processors, too: a mover with nothing to do gives its own up.
+SHARED_CORES: Final = {"spin_turns": 50, "yield_turns": 2000}
 
 
 class HostMemory:
@@ -58,13 +66,16 @@ class CpuRuntime:
         self._simulation = group.simulation
         # What one rank may fail in alone comes before what all do together.
         together(group, "load", self._load, max(layout.cfg.timeout_s, SETUP_S))
-        self._memory = open_memory(transport, group)
+        self._mover: Mover | None = None
+        self._memory = self._open_memory(transport, group)
         self._allocate()
         self._statuses = list((Status * 3).from_address(self.status_address))
-        self._connect(group, transport)
+        self._connect(group)
         self._register(group.rank)
         if env.flag("POISON"):
             self._poison()
+        if isinstance(self._memory, HybridMemory) and layout.areas is not None:
+            self._start_mover(group, transport, self._memory)
         shared = sum(region.nbytes for region in self._regions)
         self.memory_bytes = shared + layout.local.nbytes + STATUS_BYTES
 
@@ -96,7 +107,12 @@ class CpuRuntime:
         words = (ctypes.c_uint64 * (where.nbytes // 8)).from_address(self.local + where.offset)
         return list(words)
 
+    def failure(self) -> TransportError | None:
+        return None if self._mover is None else self._mover.failure()
+
     def close(self) -> None:
+        if self._mover is not None:
+            self._mover.close()  # first: it reads and writes the memory
         self._kernels.close()
         self._memory.close()
 
@@ -130,19 +146,34 @@ class CpuRuntime:
 
         return EmulatedPythonKernels(self._layout, self._simulation, self._sources)
 
-    def _connect(self, group: Group, transport: str) -> None:
+    def _open_memory(self, transport: str, group: Group) -> Memory:
+        if transport not in NETWORKS:
+            return open_memory(transport, group)
+        timeout_s = max(self._layout.cfg.timeout_s, SETUP_S)
+        return HybridMemory(group, find_nodes(group, timeout_s), LoopbackMemory, timeout_s)
+
+    def _start_mover(
+        self, group: Group, transport: str, memory: HybridMemory[LoopbackMemory]
+    ) -> None:
+        from moecomm.runtime.proxied import start_mover
+
+        flags, bulk = self._regions[1:]
+        try:
+            self._mover = start_mover(
+                self._layout, group, transport, memory.nodes, (flags, bulk), **SHARED_CORES
+            )
+        except BaseException:
+            self._kernels.close()
+            memory.close()
+            raise
+        self._mover.hold(memory.local.buffer(flags), memory.local.buffer(bulk))
+
+    def _connect(self, group: Group) -> None:
         peers = (ctypes.c_uint64 * group.size).from_address(
             self.local + self._layout.local["peers"].offset
         )
         for rank in range(group.size):
-            pointer = self._memory.peer_pointer(rank, self._regions[0])
-            if pointer is None and self._layout.areas is None:  # on all ranks alike
-                self._memory.close()
-                raise TransportUnavailable(
-                    f"transport={transport!r} moves bytes by a thread of the host; these "
-                    "kernels write to peers themselves: use 'loopback' on the CPU"
-                )
-            peers[rank] = pointer or 0
+            peers[rank] = self._memory.peer_pointer(rank, self._regions[0]) or 0
 
     def _register(self, rank: int) -> None:
         """Tell the simulation what its checks should watch."""

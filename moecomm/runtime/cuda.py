@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moecomm import cuda_driver, env
 from moecomm.agreement import SETUP_S, together
 from moecomm.arena import Arena
 from moecomm.arrays import Device, Kind
 from moecomm.cuda_driver import PinnedMemory, call, current
+from moecomm.errors import TransportError
 from moecomm.group import Group
 from moecomm.kernels.args import STATUS_BYTES, ArgBlock, Status
 from moecomm.kernels.gpu import GpuKernels
@@ -21,8 +22,16 @@ from moecomm.layout import Layout
 from moecomm.runtime.base import POISON
 from moecomm.runtime.devices import choose_index
 from moecomm.runtime.streams import Streams
-from moecomm.transport import gpu_pages, open_gpu_memory
+from moecomm.transport import NETWORKS, gpu_pages, open_gpu_memory
+from moecomm.transport.base import Region
+from moecomm.transport.engine import topology
+from moecomm.transport.gpu_memory import GpuMemory
+from moecomm.transport.hybrid import HybridGpuMemory
+from moecomm.transport.nodes import find_nodes
 from moecomm.transport.nvshmem import NvshmemMemory
+
+if TYPE_CHECKING:
+    from moecomm.transport.proxy.mover import Mover
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +42,7 @@ class CudaRuntime:
     synchronous = False
     remote_flags = 0
     remote_bulk = 0
+    _mover: Mover | None = None
 
     def __init__(
         self,
@@ -55,12 +65,16 @@ class CudaRuntime:
         self.device: Device = ("cuda", self._index)
         try:
             together(group, "load", self._load, timeout_s)
-            self._memory = open_gpu_memory(transport, group, self._index)
+            self._memory = self._open_memory(transport)
             self._undo.callback(self._memory.close)
             self._allocate()
             if self._puts:
                 self._introduce_modules()
+            if self._proxied:
+                together(group, "pin", self._pin, timeout_s)
             self._prepare()
+            if self._proxied:
+                self._start_mover(transport)
         except BaseException:
             self.close()
             raise
@@ -98,6 +112,9 @@ class CudaRuntime:
         data = cuda_driver.copy_from_device(self._index, self.local + where.offset, where.nbytes)
         return list(struct.unpack(f"<{where.nbytes // 8}Q", data))
 
+    def failure(self) -> TransportError | None:
+        return None if self._mover is None else self._mover.failure()
+
     def close(self) -> None:
         """Received arrays keep the workspace alive; everything else goes."""
         if self._closed:
@@ -133,6 +150,57 @@ class CudaRuntime:
 
         return GpuPythonKernels(self._layout, self._index, self._sources)
 
+    def _open_memory(self, transport: str) -> GpuMemory | HybridGpuMemory:
+        """Over NVLink where ranks are of one machine; a network joins the rest."""
+        if transport not in NETWORKS:
+            return open_gpu_memory(transport, self._group, self._index)
+        timeout_s = max(self._layout.cfg.timeout_s, SETUP_S)
+        nodes = find_nodes(self._group, timeout_s)
+        return HybridGpuMemory(self._group, nodes, self._index, timeout_s)
+
+    def _pin(self) -> bool:
+        """What the mover works on: memory of the host that kernels read and write over PCIe, so
+        that any network interface can reach it, and no kernel need run for that."""
+        areas = self._layout.areas
+        assert areas is not None
+        self._pinned = [PinnedMemory(self._index, arena.nbytes) for arena in areas.arenas]
+        self._undo.callback(self._unpin)
+        self.remote_flags, self.remote_bulk = (part.address for part in self._pinned)
+        return True
+
+    def _unpin(self) -> None:
+        if self._mover is not None and not self._mover.stopped:
+            return  # its engine hangs in a library call, and may yet touch the memory
+        for part in self._pinned:
+            part.close()
+
+    @property
+    def _proxied(self) -> bool:
+        """Whether a mover serves the ranks of other nodes."""
+        return isinstance(self._memory, HybridGpuMemory) and self._layout.areas is not None
+
+    def _start_mover(self, transport: str) -> None:
+        from moecomm.runtime.proxied import start_mover
+
+        areas, memory = self._layout.areas, self._memory
+        assert areas is not None
+        assert isinstance(memory, HybridGpuMemory)
+        flags, bulk = (
+            Region(part.address, arena.nbytes)
+            for part, arena in zip(self._pinned, areas.arenas, strict=True)
+        )
+        near = topology.cpus_near(topology.pci_address_of(self._index))
+        self._mover = start_mover(
+            self._layout, self._group, transport, memory.nodes, (flags, bulk), cpus=near or None
+        )
+        self._mover.hold(*self._pinned)
+        self._undo.callback(self._mover.close)
+        logger.info(
+            "rank %d: bytes for other nodes go through %d MiB of pinned host memory",
+            self._group.rank,
+            bulk.nbytes >> 20,
+        )
+
     def _prepare(self) -> None:
         """Tell kernels where the peers are."""
         ranks = range(self._group.size)
@@ -150,11 +218,11 @@ class CudaRuntime:
     def _allocate(self) -> None:
         """What peers write to; with puts also what they are made from, in one part of the heap."""
         areas, sizes = self._layout.areas, [self._layout.symmetric.nbytes]
-        if areas is not None:
+        if areas is not None and self._puts:
             sizes += [areas.flags.nbytes, areas.bulk.nbytes]
         self._region = self._memory.allocate(sum(sizes))
         self.symmetric = self._region.address
-        if areas is not None:
+        if areas is not None and self._puts:
             self.remote_flags = self.symmetric + sizes[0]
             self.remote_bulk = self.remote_flags + sizes[1]
 

@@ -35,6 +35,12 @@ _ON_GPUS: Final = {
     "nvlink": "moecomm.transport.nvlink",
     "nvshmem": "moecomm.transport.nvshmem",
 }
+# Those of them that a host thread serves between nodes, the preferred first: modules with
+# open_engine(group, options=...), preflight() and has_device().
+NETWORKS: Final = {
+    "efa": "moecomm.transport.efa",
+    "verbs": "moecomm.transport.verbs",
+}
 AUTO: Final = "auto"
 
 

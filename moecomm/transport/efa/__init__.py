@@ -63,6 +63,20 @@ def open_engine(
     return TransferEngine(group, nics, options=options, cuda_device=cuda_device)
 
 
+def preflight() -> None:
+    """Raise what ``openers`` would: this rank has no interface to use."""
+    openers()
+
+
+def has_device() -> bool:
+    """Whether this machine has an EFA device that works."""
+    try:
+        return bool(openers("efa"))
+    except TransportUnavailable as error:
+        logger.debug("%s", error)
+        return False
+
+
 def openers(
     fabric: str | None = None, num_nics: int | None = None, cuda_device: int | None = None
 ) -> list[FabricOpener]:

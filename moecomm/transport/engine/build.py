@@ -53,6 +53,7 @@ class Memory:
         self._sizing = sizing
         self.num_operations = options.operations + options.program_operations
         self.ring_size = power_of_two(options.commands)
+        self.inbox_size = power_of_two(MAX_BURST * len(nics))  # what one turn can bring
         self._channels = len(nics) * num_peers
         self.message_entry = sizing.message_bytes + S.MESSAGE_HEADER
         self.message_places = options.messages_per_peer * num_peers if sizing.message_bytes else 0
@@ -77,6 +78,11 @@ class Memory:
     def set_word(self, offset: int, value: int) -> None:
         """See ``word``."""
         self.block.words[(self._parts.offset("engine") + offset) // 8] = value
+
+    def give_arrivals(self, to_program: bool) -> None:
+        """Whether immediates go to the program, or are counted. While the loop stands still."""
+        self.set_word(S.INBOX, self._parts.address("inbox") if to_program else 0)
+        self.set_word(S.INBOX_SIZE, self.inbox_size)
 
     def operation(self, slot: int) -> memoryview:
         """The words of an operation record."""
@@ -143,6 +149,7 @@ class Memory:
         parts.add("done", 4 * power_of_two(self.num_operations))
         parts.add("ring", self.ring_size * R.POST_BYTES)
         parts.add("program_ring", self.ring_size * R.POST_BYTES)
+        parts.add("inbox", self.inbox_size * 4)
         parts.add("waiting", places * R.POST_BYTES)
         parts.add("waiting_free", places * 4)
         parts.add("active", 4 * power_of_two(self._channels))

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Self
 
-from moecomm.errors import ConfigError, PeerTimeout, StateError
+from moecomm.errors import ConfigError, PeerTimeout, StateError, TransportError
 from moecomm.group import DEFAULT_TIMEOUT_S, Group
 from moecomm.transport.base import Operation, Region, RemoteRegion, check_imm
 from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.commands import Commands, Place
 from moecomm.transport.engine.messages import Messages
-from moecomm.transport.engine.operations import Queued
+from moecomm.transport.engine.operations import Queued, fault
 from moecomm.transport.engine.options import EngineOptions
 from moecomm.transport.engine.provider import NicOpener
 from moecomm.transport.engine.regions import resolve
@@ -194,15 +194,18 @@ class TransferEngine(Writes):
 
     # ---- Programs -------------------------------------------------------------------------------
 
-    def set_program(self, function: int, state: int = 0) -> None:
+    def set_program(self, function: int, state: int = 0, *, takes_arrivals: bool = False) -> None:
         """Run a program with every turn of the loop (see ``program.py``); 0: none any more.
 
         Args:
             function: address of an ``int64(int64)``, from ``jit.hook``; lives as long as it runs.
             state: what it is passed.
+            takes_arrivals: immediates go to the program one by one (``program.next_arrival``,
+                which it calls in every turn until there is none), and nobody counts them.
         """
         self._check_usable()
         with self._resources.worker.paused():
+            self._memory.give_arrivals(takes_arrivals)
             self._memory.set_word(S.PROGRAM_STATE, state)
             self._memory.set_word(S.PROGRAM, function)
 
@@ -236,6 +239,24 @@ class TransferEngine(Writes):
         """Processor time that the worker has used; it uses all of one while it spins."""
         self._check_usable()
         return self._resources.worker.seconds()
+
+    def explain_program(self, peer: int, code: int) -> TransportError:
+        """The error of a program that found ``has_failed(peer)``, or ``fault``, to be ``code``;
+        ``peer`` is this rank for the latter."""
+        if peer == self.rank:
+            word = self._memory.word
+            return fault(self.rank, self._nics, code, word(S.FAULT_DETAIL), word(S.FAULT_NIC))
+        devices = ", ".join(nic.device for nic in self._nics)
+        why = "nothing moved for too long" if code < 0 else self._nics[0].explain(code, 0)
+        error = TransportError(
+            f"rank {self.rank}: a write to rank {peer} by {devices} ({self.transport}) failed: "
+            f"{why}",
+            peer=peer,
+            operation="write",
+            code=code if code > 0 else None,
+        )
+        error.transport = self.transport
+        return error
 
     # ---- Ends -----------------------------------------------------------------------------------
 

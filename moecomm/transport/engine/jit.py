@@ -1,8 +1,8 @@
 """Compiling the hot loop and what it calls: once per machine, kept in moecomm's cache folder.
 
 numba recompiles a function when its own file has changed, but not when a file has that it takes
-functions from. So the folder carries a digest of all sources of ``moecomm.transport``: any change
-starts an empty one.
+functions from. So the folder carries a digest of all sources of ``moecomm.transport``, and of those
+whose numbers they use: any change starts an empty one.
 
 ``NUMBA_CPU_NAME`` and ``NUMBA_CPU_FEATURES`` (numba's variables) are part of numba's keys. Where
 several kinds of machine share a cache folder, ``NUMBA_CPU_NAME=x86-64 NUMBA_CPU_FEATURES=`` makes
@@ -84,7 +84,8 @@ def _cache_folder() -> Iterator[None]:
 
 @functools.cache
 def _digest() -> str:
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    package = Path(__file__).parents[2]
+    sources = [*sorted((package / "transport").rglob("*.py")), *sorted(package.glob("remote*.py"))]
     parts: list[bytes | str] = [numba.__version__]
     for source in sources:
         parts += [source.name, source.read_bytes()]

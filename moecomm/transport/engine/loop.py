@@ -21,6 +21,7 @@ from moecomm.transport.engine.native import (
     ld32,
     ld64,
     ld64_acquire,
+    st32,
     st64,
     st64_release,
 )
@@ -146,6 +147,21 @@ def _completed(engine, nic_index, event, failed):
 
 
 @inner
+def _arrived(engine, nic_index, imm):
+    inbox = ld64(engine + S.INBOX)
+    if inbox == 0:
+        if not arrive(engine, imm):
+            _fault(engine, S.NO_MEMORY, 0, nic_index)
+        return
+    tail = ld64(engine + S.INBOX_TAIL)
+    if tail - ld64(engine + S.INBOX_HEAD) >= ld64(engine + S.INBOX_SIZE):
+        _fault(engine, S.INBOX_OVERRUN, imm, nic_index)
+        return
+    st32(inbox + (tail & (ld64(engine + S.INBOX_SIZE) - 1)) * 4, imm)
+    st64(engine + S.INBOX_TAIL, tail + 1)
+
+
+@inner
 def _received(engine, nic_index, event):
     """Copy a message into the ring that Python empties."""
     tail, size = ld64(engine + S.MESSAGE_TAIL), ld64(engine + S.MESSAGES_SIZE)
@@ -173,8 +189,7 @@ def _poll(engine, nic_index):
         kind = ld32(event + R.EVENT_KIND)
         if kind == R.ARRIVED:
             arrivals += 1
-            if not arrive(engine, ld32(event + R.EVENT_IMM)):
-                _fault(engine, S.NO_MEMORY, 0, nic_index)
+            _arrived(engine, nic_index, ld32(event + R.EVENT_IMM))
         elif kind == R.RECEIVED:
             arrivals += 1
             _received(engine, nic_index, event)
@@ -302,5 +317,8 @@ def run(engine, scratch):
             _rest(engine)
         if turns & 31 == 0:
             _tick(engine, clock_ns(engine))
+    program = ld64(engine + S.PROGRAM)
+    if ld64(engine + S.FAULT) != 0 and program != 0:
+        _c_program(program, ld64(engine + S.PROGRAM_STATE))
     st64_release(engine + S.PHASE, S.ENDED)
     return ld64(engine + S.FAULT)

@@ -17,6 +17,7 @@ _REASONS: Final = {
     S.NIC_BROKEN: "its completion queue failed: {text}",
     S.PROGRAM_FAILED: "the program failed with {detail}",
     S.MESSAGE_OVERRUN: "a message of {detail} bytes came that there is no room for",
+    S.INBOX_OVERRUN: "the program did not take the immediates that came",
 }
 
 

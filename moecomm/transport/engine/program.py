@@ -3,7 +3,8 @@
 A program gets the address of its own state, in which its author has put the engine's
 (``TransferEngine.state``). It runs on the loop's thread, between polls: it must not wait. What it
 returns: 0, nothing to do; above 0, it did something (the loop does not rest); below 0, it has
-failed, and the engine ends with this number.
+failed, and the engine ends with this number. When something else ends the engine, the program is
+called a last time, and finds ``fault``.
 
 Operations come from ``TransferEngine.program_operations``; one may be used again once it is done.
 """
@@ -14,11 +15,21 @@ from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.arrivals import counter_of
 from moecomm.transport.engine.jit import inner
-from moecomm.transport.engine.native import c_function, ld64, st8, st16, st32, st64, st64_release
+from moecomm.transport.engine.native import (
+    c_function,
+    ld32,
+    ld64,
+    st8,
+    st16,
+    st32,
+    st64,
+    st64_release,
+)
+from moecomm.transport.engine.posting import channel_at
 
 __all__ = [
-    "aborted_by", "arrivals", "begin", "clock_ns", "error_of", "extend", "is_done", "now_ns",
-    "pending", "room", "take", "write",
+    "aborted_by", "arrivals", "begin", "clock_ns", "error_of", "extend", "fault", "has_failed",
+    "is_done", "next_arrival", "now_ns", "pending", "room", "take", "write",
 ]  # fmt: skip
 
 _c_clock = c_function("i32", "i32", "i64")
@@ -124,3 +135,31 @@ def clock_ns(engine):
     spec = ld64(engine + S.TIMESPEC)
     _c_clock(ld64(engine + S.CLOCK_GETTIME), 1, spec)  # CLOCK_MONOTONIC
     return ld64(spec) * 1_000_000_000 + ld64(spec + 8)
+
+
+@inner
+def next_arrival(engine):
+    """The next immediate that has come; -1: there is none now. Only with ``takes_arrivals``."""
+    head = ld64(engine + S.INBOX_HEAD)
+    if head == ld64(engine + S.INBOX_TAIL):
+        return -1
+    st64(engine + S.INBOX_HEAD, head + 1)
+    place = head & (ld64(engine + S.INBOX_SIZE) - 1)
+    return ld32(ld64(engine + S.INBOX) + place * 4)
+
+
+@inner
+def fault(engine):
+    """What has ended the engine; 0: it runs."""
+    return ld64(engine + S.FAULT)
+
+
+@inner
+def has_failed(engine, peer):
+    """Error number of what ended the way to a peer, by any NIC; 0: all are open."""
+    peers = ld64(engine + S.NUM_PEERS)
+    for nic in range(ld64(engine + S.NUM_NICS)):
+        code = ld64(channel_at(engine, nic * peers + peer) + S.CH_CODE)
+        if code != 0:
+            return code
+    return 0

@@ -69,6 +69,10 @@ TIMESPEC: Final = 624  # 16 bytes for clock_gettime
 POSTED: Final = 640  # L, statistics: posts accepted
 REFUSED: Final = 648  # L: posts put back because a queue was full
 CREDIT_WRITES: Final = 656  # L
+INBOX: Final = 664  # of the ring of immediates that go to the program, u32 each; 0: none do
+INBOX_SIZE: Final = 672  # entries; a power of two
+INBOX_HEAD: Final = 680  # L
+INBOX_TAIL: Final = 688  # L
 
 RUN: Final = 0
 PAUSE: Final = 1
@@ -107,6 +111,7 @@ PROGRAM_FAILED: Final = -6  # detail: what it returned, negated
 MESSAGE_OVERRUN: Final = -7
 FORGOTTEN: Final = -8  # an expectation that was taken back
 CLOSED: Final = -9  # the engine ended first
+INBOX_OVERRUN: Final = -10  # the program did not take what came
 
 # ---- NIC ----------------------------------------------------------------------------------------
 NIC_BYTES: Final = 256

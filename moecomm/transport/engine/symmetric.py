@@ -16,6 +16,7 @@ from moecomm.group import Group
 from moecomm.transport.allocation import agree_on_size, refusal
 from moecomm.transport.base import Region, RemoteRegion, check_usable
 from moecomm.transport.engine import jit, topology
+from moecomm.transport.engine import state as S
 from moecomm.transport.engine.blocks import Block, check_mapped
 from moecomm.transport.engine.build import ControlPeer, Memory
 from moecomm.transport.engine.options import EngineOptions
@@ -38,13 +39,16 @@ class Resources:
         self.nics: tuple[Nic, ...] = ()
         self.memory: Memory | None = None
         self.blocks: list[Block] = []
+        self.held: list[object] = []
+        self.stopped = False
 
     def close(self) -> None:
         """Stop the worker, close the NICs, free the memory. Only in the process that made it."""
         if os.getpid() != self.pid:
             return
-        if not self.worker.stop():
-            _leaked.append((self.nics, self.memory, self.blocks))
+        self.stopped = self.worker.stop()
+        if not self.stopped:
+            _leaked.append((self.nics, self.memory, self.blocks, self.held))
             return
         for nic in self.nics:
             nic.close()
@@ -106,6 +110,30 @@ class SymmetricMemory:
     def num_nics(self) -> int:
         """NICs of each rank."""
         return len(self._nics)
+
+    @property
+    def transport(self) -> str:
+        """What its NICs call theirs, such as ``"efa"``."""
+        return self._nics[0].transport
+
+    @property
+    def max_write_bytes(self) -> int:
+        """The longest single write."""
+        return min(nic.limits.max_bytes for nic in self._nics)
+
+    @property
+    def running(self) -> bool:
+        """Whether the loop runs: it is not closed, and nothing has ended it."""
+        return not self._closed and int(self._memory.word(S.FAULT)) == 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether ``close`` has ended the loop, so that nothing touches its memory any more."""
+        return self._resources.stopped
+
+    def hold(self, *things: object) -> None:
+        """Keep what the loop touches alive as long as it may run: for ever, if it does not stop."""
+        self._resources.held += things
 
     @property
     def state(self) -> int:

@@ -163,7 +163,7 @@ class Writes(OperationQueue):
             raise ConfigError(f"shards={shards!r}: must be an integer from 1 to 1024")
 
     def _check_length(self, nbytes: int) -> None:
-        longest = min(nic.limits.max_bytes for nic in self._nics)
+        longest = self.max_write_bytes
         if nbytes > longest:
             raise ConfigError(
                 f"src: one write of {nbytes} bytes; the NICs take at most {longest}, so use shards"

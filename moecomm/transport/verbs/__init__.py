@@ -7,6 +7,7 @@ library's structures, ``library`` its functions, ``nic`` is what the engine driv
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -15,11 +16,14 @@ from moecomm import env
 from moecomm.errors import ConfigError, TransportUnavailable
 from moecomm.transport.engine import topology
 from moecomm.transport.verbs.devices import Port, choose_ports
+from moecomm.transport.verbs.library import library
 
 if TYPE_CHECKING:
     from moecomm.group import Group
     from moecomm.transport.engine import EngineOptions, TransferEngine
     from moecomm.transport.verbs.queues import Parameters
+
+logger = logging.getLogger(__name__)
 
 BOOTSTRAPS: Final = ("datagrams", "store")
 
@@ -81,6 +85,22 @@ def open_engine(
         for port in choose(ports, num_nics, cuda_device)
     ]
     return TransferEngine(group, nics, options=options, cuda_device=cuda_device)
+
+
+def preflight() -> None:
+    """Raise what ``choose`` would, or the library: this rank has no port to use."""
+    choose(None, None, None)
+    library()
+
+
+def has_device() -> bool:
+    """Whether this machine has an active RDMA port, and the library."""
+    try:
+        preflight()
+    except TransportUnavailable as error:
+        logger.debug("%s", error)
+        return False
+    return True
 
 
 def choose(

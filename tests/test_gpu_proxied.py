@@ -1,0 +1,102 @@
+"""GPUs that pretend to be on several machines: bytes between them go through pinned memory of the
+host and a transfer engine over tcp. Bit for bit as the reference, eager and replayed."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import gpu_graphs
+import gpu_ranks
+import pytest
+
+import moecomm as mc
+from moecomm.run import outcomes
+
+BASE: dict[str, Any] = {
+    "num_experts": 32,
+    "top_k": 4,
+    "hidden": 512,
+    "max_tokens": 64,
+    "num_sms": 16,
+    "timeout_s": 20.0,
+}
+FP8: dict[str, Any] = {**BASE, "dispatch_dtype": "float8_e4m3fn", "scale_block": 128}
+BF16 = mc.MoeConfig(**BASE)
+CONFIGS: list[tuple[mc.MoeConfig, str | None]] = [
+    (BF16, None),
+    (mc.MoeConfig(**BASE, reduce="sender"), None),
+    (mc.MoeConfig(**BASE, layout="grouped", expert_alignment=16, in_flight=1), None),
+    (mc.MoeConfig(**FP8, layout="grouped"), "bfloat16"),
+    (mc.MoeConfig(**FP8, layout="rank"), None),
+    (mc.MoeConfig(**{**FP8, "hidden": 7168, "max_tokens": 128}), "bfloat16"),
+]
+SHORT = mc.MoeConfig(**{**BASE, "timeout_s": 2.0})
+NODES = [pytest.param(2, 1, id="2-nodes"), pytest.param(4, 2, id="2-nodes-of-2")]
+
+pytestmark = pytest.mark.gpus(2)
+
+
+@pytest.fixture(params=NODES)
+def num_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    ranks, size = request.param
+    monkeypatch.setenv("MOECOMM_NODE_SIZE", str(size))
+    monkeypatch.setenv("MOECOMM_FABRIC", "tcp")
+    return ranks
+
+
+def run(fn: Any, num_ranks: int, *args: Any, timeout_s: float = 280.0) -> list[Any]:
+    return mc.run(fn, num_ranks, *args, device="cuda", transport="efa", timeout_s=timeout_s)
+
+
+def test_every_configuration_equals_the_reference(num_ranks: int) -> None:
+    run(gpu_ranks.exchange_all, num_ranks, CONFIGS, 12)
+
+
+def test_replicas_on_different_nodes(num_ranks: int) -> None:
+    configs = [(mc.MoeConfig(**BASE, replicas=2, reduce=r), None) for r in ("receiver", "sender")]
+    run(gpu_ranks.exchange_all, num_ranks, configs, 12)
+
+
+def test_three_hundred_rounds_with_random_delays(num_ranks: int) -> None:
+    run(gpu_ranks.exchange_all, num_ranks, [(BF16, None)], 300)
+
+
+def test_streams_without_order(num_ranks: int) -> None:
+    run(gpu_ranks.overlap, num_ranks, BF16, 50)
+
+
+@pytest.mark.parametrize("which", [0, 3], ids=["bf16", "fp8-cast-grouped"])
+def test_the_first_call_is_captured(num_ranks: int, which: int) -> None:
+    cfg, input_dtype = CONFIGS[which]
+    run(gpu_graphs.first_call_is_captured, num_ranks, cfg, input_dtype, None)
+
+
+def test_graphs_of_several_sizes(num_ranks: int) -> None:
+    run(gpu_graphs.sizes_interleave, num_ranks, BF16, 60, None)
+
+
+def test_num_tokens_on_the_device(num_ranks: int) -> None:
+    run(gpu_graphs.tokens_on_the_device, num_ranks, BF16, None)
+
+
+def test_pieces_replayed_on_another_stream(num_ranks: int) -> None:
+    run(gpu_graphs.pieces_across_streams, num_ranks, BF16, None)
+
+
+def test_opening_and_closing(num_ranks: int) -> None:
+    run(gpu_ranks.open_and_close, num_ranks, BF16, 5)
+
+
+def test_a_killed_peer_is_named_on_every_node(num_ranks: int) -> None:
+    ends = outcomes(
+        gpu_ranks.die_or_survive, num_ranks, SHORT, None,
+        device="cuda", transport="efa", timeout_s=120,
+    )  # fmt: skip
+    assert ends[1].exit_code == -signal.SIGKILL
+    for end in (*ends[:1], *ends[2:]):
+        assert end.error is None, end.error
+        phase, peer, waited = end.value
+        assert peer == 1
+        assert phase in ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
+        assert waited < 10
