@@ -95,7 +95,11 @@ def test_auto_kernels_are_the_cuda_ones() -> None:
 
 def test_the_transport_of_the_group_is_used() -> None:
     (message,) = run_threads(_with_group_transport, 1)
+<<<<<<< HEAD
     assert message.startswith("transport='verbs'")
+=======
+    assert message.startswith("transport='nvlink' joins GPUs")
+>>>>>>> c54ff3a (Docs: MOECOMM_NODE_SIZE)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,7 @@ def _then_fine(group: mc.Group) -> str:
 
 
 def _with_group_transport(group: mc.Group) -> str:
-    group.transport = "verbs"
+    group.transport = "nvlink"
     with pytest.raises(mc.TransportUnavailable) as caught:
         mc.MoeComm(mc.MoeConfig(**BASE), group)
     return str(caught.value)
