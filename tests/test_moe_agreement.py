@@ -95,11 +95,7 @@ def test_auto_kernels_are_the_cuda_ones() -> None:
 
 def test_the_transport_of_the_group_is_used() -> None:
     (message,) = run_threads(_with_group_transport, 1)
-<<<<<<< HEAD
-    assert message.startswith("transport='verbs'")
-=======
     assert message.startswith("transport='nvlink' joins GPUs")
->>>>>>> c54ff3a (Docs: MOECOMM_NODE_SIZE)
 
 
 @pytest.mark.parametrize(
