@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from moecomm.emulator import EmulatorProgram, ProcessWorld
-from moecomm.kernels import source
+from moecomm.kernels import coding, source
 from moecomm.kernels.args import Args
 from moecomm.kernels.geometry import EMULATOR, Machine, geometry
 from moecomm.kernels.stages import (
@@ -37,6 +37,7 @@ class EmulatedKernels:
         self._simulation = simulation
         self._machine = machine
         self._worlds: dict[tuple[EmulatorProgram, tuple[int, ...]], ProcessWorld] = {}
+        coding.addresses(layout.cfg.coded)  # a codec that does not work is an error here
         checks = simulation is not None and simulation.checks
         for stage in STAGES:
             for code in input_codes(layout.cfg) if stage == "dispatch_send" else [0]:
