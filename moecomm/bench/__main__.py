@@ -19,7 +19,7 @@ from typing import Any, Final
 from moecomm.bench.options import Options
 from moecomm.bench.session import failed, run_bench
 from moecomm.bench.table import table
-from moecomm.errors import ConfigError
+from moecomm.errors import ConfigError, TransportUnavailable
 
 _SWITCH: Final = {"yes": True, "no": False}
 
@@ -70,8 +70,11 @@ def parse(arguments: Sequence[str]) -> tuple[Options, Path | None]:
 def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("moecomm.bench").setLevel(logging.INFO)
-    options, target = parse(sys.argv[1:])
-    found = run_bench(options)
+    try:
+        options, target = parse(sys.argv[1:])
+        found = run_bench(options)
+    except (ConfigError, TransportUnavailable) as error:  # nothing that a traceback would explain
+        sys.exit(f"{type(error).__name__}: {error}")
     if target is not None:
         target.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     sys.stdout.write(table(found["results"]) + "\n")
