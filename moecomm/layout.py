@@ -23,6 +23,11 @@ LINE_BYTES: Final = 128
 LINE_DATA_BYTES: Final = 120  # the last word of a line is its flag
 LINES_MAX_TOKENS: Final = 512
 LINES_MAX_IMAGE_BYTES: Final = 96 * 1024  # of shared memory; a multiprocessor has 227 KiB
+# Counting before sending: a batch of more tokens is divided among blocks, in chunks of so many at
+# least, and in so many at most.
+UNDIVIDED_TOKENS: Final = 512
+LEAST_CHUNK: Final = 128
+MOST_CHUNKS: Final = 32
 MAX_ROWS: Final = 2**31 - 1  # row numbers are int32 for the caller (grouped GEMM kernels want that)
 
 # Numbers that device code compares against; `defines` hands them over by name.
@@ -169,6 +174,11 @@ class Layout:
         row = round_up(self.combine_row_bytes, 16)
         return line_bytes(row) if self.lines else row
 
+    @property
+    def combine_pieces(self) -> int:
+        """Pieces of a returned row that travels as lines: what one warp handles at a time."""
+        return -(-round_up(self.combine_row_bytes, 16) // (4 * LINE_DATA_BYTES))
+
     @cached_property
     def lines(self) -> bool:
         """Whether flags travel inside the data (see ``MoeConfig.wire``)."""
@@ -235,6 +245,16 @@ class Layout:
             return 0
         return self.num_ranks if self.cfg.layout == "rank" else self.cfg.num_experts
 
+    @cached_property
+    def count_chunk(self) -> int:
+        """Tokens that one block of dispatch_send counts for all; small batches are not divided."""
+        tokens = self.cfg.max_tokens
+        return tokens if tokens <= UNDIVIDED_TOKENS else max(LEAST_CHUNK, -(-tokens // MOST_CHUNKS))
+
+    @property
+    def count_chunks(self) -> int:
+        return -(-self.cfg.max_tokens // self.count_chunk)
+
     # ---- arenas --------------------------------------------------------------------------
 
     @cached_property
@@ -271,6 +291,9 @@ class Layout:
         arena.add("stat_rows", self.num_groups * WORD)
         arena.add("stat_expert", self.max_local_experts * WORD)
         arena.add("stat_wait_ns", STATS_PHASES * self.num_ranks * WORD)
+        arena.add("chunk_flag", slots * self.count_chunks * WORD)
+        words = cfg.num_experts + self.num_ranks
+        arena.add("chunk_count", slots * self.count_chunks * words * 4, poison=True)
         arena.add("num_tokens", slots * 4, poison=True)
         arena.add("num_records", slots * 4, poison=True)
         arena.add("route", slots * tokens * top_k * 4, poison=True)
@@ -333,6 +356,8 @@ class Layout:
             "SENDER_REDUCES": int(cfg.reduce == "sender"),
             "CAPPED": int(self.capped),
             "CHECK_VALUES": int(cfg.check_values),
+            "COUNT_CHUNK": self.count_chunk,
+            "COUNT_CHUNKS": self.count_chunks,
             "HEAD_WORDS": self.head_words,
             "PLACES": self.combine_places,
             "RECV_ROW_BYTES": self.recv_row_bytes,

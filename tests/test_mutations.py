@@ -18,6 +18,7 @@ from codec_examples import Int8PerToken
 from exchange import Case, compare_received, finish, make_case, send
 
 import moecomm as mc
+from moecomm import layout
 from moecomm.emulator import simulate
 from moecomm.kernels import source
 
@@ -30,7 +31,7 @@ CFG = mc.MoeConfig(
 STEPS = 3
 
 
-SETTINGS = ["busy", "sender", "sparse", "replicas", "uncombined", "codec"]
+SETTINGS = ["busy", "divided", "sender", "sparse", "replicas", "uncombined", "codec"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Mutation:
 MUTATIONS = {
     "count-published-before-it-is-complete": Mutation(
         "routing.cuh",
-        "count_tokens(a, s, 0, tokens);\n    __syncthreads();",
-        "count_tokens(a, s, 0, tokens);",
+        "    if (!may_send(a, state, epoch)) return false;\n    if (REMOTE) plan_heads",
+        "    if (REMOTE) plan_heads",
     ),
     "record-flag-not-released": Mutation(
         "dispatch_send.cu",
@@ -57,22 +58,42 @@ MUTATIONS = {
     ),
     "flag-before-its-data": Mutation(
         "dispatch_send.cu",
-        "make_row(a, t, records);\n",
-        "if (threadIdx.x < plan.num_dest) st_release_sys(plan.flag[threadIdx.x], epoch);\n"
-        "        make_row(a, t, records);\n",
+        "make_row(a, t, 0, 1, records);\n",
+        "if (lane_id() < plan.num_dest) st_release_sys(plan.flag[lane_id()], epoch);\n"
+        "    make_row(a, t, 0, 1, records);\n",
     ),
     "no-barrier-before-the-record-flag": Mutation(
         "dispatch_send.cu",
-        "__syncthreads();  // every thread's part of the records comes before their flags",
+        "__syncwarp();  // every lane's part of the records comes before their flags",
         "",
     ),
     "no-barrier-after-the-plan": Mutation(
         "dispatch_send.cu",
-        "__syncthreads();  // the plan is made",
+        "        if (!may_send(a, state, epoch)) return;\n",
         "",
     ),
+    "counters-changed-while-others-read-them": Mutation(
+        "dispatch_send.cu",
+        "__syncthreads();  // nobody still reads counters or others' plans",
+        "",
+    ),
+    "chunk-published-before-its-numbers": Mutation(
+        "counting.cuh",
+        "__syncthreads();  // every thread's numbers come before the flag",
+        "",
+        setting="divided",
+    ),
+    "chunk-not-waited-for": Mutation(
+        "counting.cuh",
+        "ok = wait_flag(a, chunk_flag(a, chunk), epoch,",
+        "ok = wait_flag(a, chunk_flag(a, chunk), epoch - 1,",
+        setting="divided",
+    ),
     "reuse-before-acknowledgement": Mutation(
-        "routing.cuh", "abort == 0 && ack >= read &&", "abort == 0 &&", setting="sparse"
+        "routing.cuh",
+        "state.abort == 0 && state.ack >= state.read",
+        "state.abort == 0",
+        setting="sparse",
     ),
     "acknowledgement-of-the-wrong-epoch": Mutation(
         "protocol.cuh",
@@ -94,8 +115,8 @@ MUTATIONS = {
     ),
     "head-not-released": Mutation(
         "routing.cuh",
-        "st_release_sys(at, value);",
-        "st_relaxed_sys(at, value);",
+        "if (blockIdx.x == 0 && warp_id() == num_warps() - 1) __threadfence_system();",
+        "",
         setting="replicas",
     ),
     "wait-without-acquire": Mutation(
@@ -105,12 +126,15 @@ MUTATIONS = {
     ),
     "stale-epoch-accepted": Mutation(
         "dispatch_recv.cu",
-        "record_flag(a.symmetric, a, source, i), epoch,",
-        "record_flag(a.symmetric, a, source, i), epoch - 1,",
+        "wait_any(a, flag, missing >> lane_id() & 1, epoch,",
+        "wait_any(a, flag, missing >> lane_id() & 1, epoch - 1,",
+    ),
+    "record-flag-acquired-by-one-lane-only": Mutation(
+        "dispatch_recv.cu", "__syncwarp();  // what one lane acquired holds for all", ""
     ),
     "rows-placed-without-a-barrier": Mutation(
         "dispatch_recv.cu",
-        "group, true, plan);\n        __syncwarp();",
+        "group, true, plan);\n    __syncwarp();",
         "group, true, plan);",
     ),
     "one-block-copies-before-the-heads": Mutation(
@@ -126,12 +150,14 @@ MUTATIONS = {
         setting="sender",
     ),
     "combine-stale-epoch-accepted": Mutation(
-        "owed.cuh",
-        "owed.place[i]), epoch,",
-        "owed.place[i]), epoch - 1,",
+        "combine_recv.cu",
+        "wait_any(a, flag, missing >> lane_id() & 1, epoch, who)",
+        "wait_any(a, flag, missing >> lane_id() & 1, epoch - 1, who)",
     ),
     "combine-waits-for-all-but-one-row": Mutation(
-        "combine_recv.cu", "if (lane_id() < owed.num)\n", "if (lane_id() + 1 < owed.num)\n"
+        "combine_recv.cu",
+        "u32 missing = __ballot_sync(FULL_WARP, lane_id() < owed.num);",
+        "u32 missing = __ballot_sync(FULL_WARP, lane_id() + 1 < owed.num);",
     ),
     "flag-acquired-by-one-lane-only": Mutation(
         "combine_recv.cu", "__syncwarp();  // what one lane acquired holds for all", ""
@@ -153,8 +179,8 @@ MUTATIONS = {
     ),
     "lines-reused-before-acknowledgement": Mutation(
         "routing.cuh",
-        "abort == 0 && ack >= read &&",
-        "abort == 0 &&",
+        "state.abort == 0 && state.ack >= state.read",
+        "state.abort == 0",
         wire="lines",
         setting="sparse",
     ),
@@ -247,7 +273,11 @@ def _cases(wire: str, setting: str) -> list[Case]:
 
 def _simulate(cases: list[Case], setting: str, seed: int) -> None:
     combine = setting != "uncombined"
-    simulate(_steps, cases[0].num_ranks, cases, combine, seed=seed, checks="strict")
+    with pytest.MonkeyPatch.context() as patch:
+        if setting == "divided":  # as batches of more than 512 tokens are
+            patch.setattr(layout, "UNDIVIDED_TOKENS", 4)
+            patch.setattr(layout, "LEAST_CHUNK", 4)
+        simulate(_steps, cases[0].num_ranks, cases, combine, seed=seed, checks="strict")
 
 
 def _steps(group: mc.Group, cases: list[Case], combine: bool) -> None:

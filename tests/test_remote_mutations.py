@@ -86,11 +86,6 @@ WAITS = {
         "wait_arrived(a, owed.peer[i], owed.channel[i], epoch - 1, epoch,",
     ),
 }
-ANY = {
-    "row-numbers-changed-while-they-are-read": Mutation(
-        "remote_send.cuh", "__syncwarp();  // every lane has read what one of them now changes", ""
-    ),
-}
 NVSHMEM = {
     "records-of-a-chunk-counted-without-order": Mutation(
         "remote_send.cuh", "atomic_add_acq_rel_gpu(packed, 1)", "atomicAdd(packed, 1u)"
@@ -135,7 +130,6 @@ def _in_mode(found: dict[str, Mutation], mode: str) -> dict[str, Mutation]:
 
 MUTATIONS = {
     **PROXIED,
-    **ANY,
     **_in_mode(WAITS, "proxied"),
     **_in_mode(WAITS, "nvshmem"),
     **_in_mode(NVSHMEM, "nvshmem"),

@@ -29,9 +29,13 @@ TURNS = 1500  # of one thread, which is how often the others get theirs
 # where all are equally late nobody is
 PLACES = {
     "counts-after-their-first": (
-        "routing.cuh", "st_relaxed_sys(at, value);", "a.rank == 0 && word > 0",
+        "routing.cuh", "st_relaxed_sys(head_words(s.peer[dest], a, a.rank) + word, value);",
+        "a.rank == 0 && word > 0",
     ),
-    "first-of-counts": ("routing.cuh", "st_release_sys(at, value);", "a.rank == 0 && dest > 0"),
+    "first-of-counts": (
+        "routing.cuh", "st_relaxed_sys(head_words(s.peer[dest], a, a.rank) + word, value);",
+        "a.rank == 0 && dest > 0 && word == 0",
+    ),
     "record-flags": (
         "dispatch_send.cu", "st_release_sys(plan.flag[lane_id()], epoch);", "a.rank == 0",
     ),
@@ -56,7 +60,7 @@ PLACES = {
     ),
     "planning-a-token": (
         "dispatch_send.cu",
-        "if (warp_id() == 0) plan_token(a, s, t, load_slot(a, t), plan);",
+        "if (live) plan_token(a, t, load_slot(a, t), s.plans[n]);",
         "a.rank == 0",
     ),
 }  # fmt: skip

@@ -8,7 +8,6 @@ from typing import Final
 from moecomm.arena import round_up
 from moecomm.layout import Layout
 
-PLANS: Final = 4  # tokens that a block of dispatch_send has in hand (routing.cuh)
 SMEM_STRUCT_BYTES: Final = (
     1280  # room for the largest shared struct of any stage; device code asserts it
 )
@@ -55,11 +54,20 @@ def gpu_block(layout: Layout) -> Block:
     return GPU_LINES if layout.lines else GPU_FLAGS
 
 
-def image_offset(layout: Layout) -> int:
-    """Where dispatch_send_lines keeps a token's image in shared memory, behind its counters."""
-    return round_up(
-        PLANS * SMEM_STRUCT_BYTES + 4 * layout.cfg.num_experts + 12 * layout.num_ranks, 16
-    )
+def gpu_machine(stage: str, layout: Layout, multiprocessors: int) -> Machine:
+    """On the flags wire each half takes half of the GPU's registers, so that the next one runs
+    beside it, but where rows are summed on the way: that needs all threads to keep enough loads
+    under way. With lines, receivers that come late find their work taken by others."""
+    block = gpu_block(layout)
+    sums = stage == "combine_send" and layout.cfg.reduce == "sender"
+    per_sm = block.per_sm if layout.lines or sums else block.per_sm // 2
+    return Machine(per_sm * multiprocessors, block.threads)
+
+
+def counters_bytes(layout: Layout, plans: int) -> int:
+    """Shared memory of dispatch_send's counters, with ``plans`` tokens in hand."""
+    counts = 4 * (layout.cfg.num_experts + layout.num_ranks)
+    return round_up(plans * SMEM_STRUCT_BYTES + 8 * layout.num_ranks + counts, 16)
 
 
 def remote_words(layout: Layout) -> int:
@@ -68,25 +76,29 @@ def remote_words(layout: Layout) -> int:
 
 
 def codec_shared_offset(layout: Layout) -> int:
-    """Where dispatch_send keeps one float a warp, behind everything else; with a codec only."""
-    fixed = image_offset(layout)
-    if not layout.lines:
-        return fixed + 4 * remote_words(layout)
+    """Where dispatch_send_lines keeps one float a warp, behind all else; with a codec only."""
     body = layout.record_image_bytes - layout.meta_bytes
-    return fixed + body + layout.max_destinations * layout.meta_bytes
+    return counters_bytes(layout, 1) + body + layout.max_destinations * layout.meta_bytes
 
 
 def shared_bytes(stage: str, layout: Layout, threads: int) -> int:
     """Dynamic shared memory of one block."""
-    structs = SMEM_STRUCT_BYTES * (threads // 32)  # one a warp
+    warps = threads // 32
+    structs = SMEM_STRUCT_BYTES * warps  # one a warp
     if stage == "dispatch_send":
-        largest = 4 * (threads // 32) if layout.cfg.coded is not None else 0
-        return codec_shared_offset(layout) + largest
+        if not layout.lines:
+            return counters_bytes(layout, warps) + 4 * remote_words(layout)
+        return codec_shared_offset(layout) + (0 if layout.cfg.coded is None else 4 * warps)
     if stage == "dispatch_recv":
         tables = (layout.num_groups + 2) * (layout.max_local_experts + 2)
         tables += remote_words(layout)
         return structs + 4 * tables
     return structs
+
+
+def blocks_for_rows(layout: Layout, rows: int, warps: int) -> int:
+    """Blocks in which every warp gets one piece of a returned row (lines), or one row."""
+    return -(-rows * (layout.combine_pieces if layout.lines else 1) // warps)
 
 
 def geometry(stage: str, layout: Layout, machine: Machine, num_tokens: int) -> Geometry:
@@ -96,11 +108,12 @@ def geometry(stage: str, layout: Layout, machine: Machine, num_tokens: int) -> G
     """
     cfg = layout.cfg
     records = layout.num_groups * cfg.max_tokens
+    warps = machine.threads // 32
     work = {
         "dispatch_send": num_tokens + 1,
         "dispatch_recv": records + 1,
-        "combine_send": records,
-        "combine_recv": num_tokens,
+        "combine_send": blocks_for_rows(layout, records, warps),
+        "combine_recv": blocks_for_rows(layout, num_tokens, warps),
         "release": 1,
     }[stage]
     limit = machine.max_blocks if cfg.num_sms is None else min(machine.max_blocks, cfg.num_sms)

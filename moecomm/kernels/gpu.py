@@ -10,7 +10,7 @@ from moecomm.cuda_driver import attribute, call, check, current
 from moecomm.kernels import coding
 from moecomm.kernels.args import ArgBlock
 from moecomm.kernels.codec_check import check_on_gpu
-from moecomm.kernels.geometry import Block, Machine, geometry, gpu_block, shared_bytes
+from moecomm.kernels.geometry import Machine, geometry, gpu_machine, shared_bytes
 from moecomm.kernels.jit import Compiled, LinkInput, compile_kernel
 from moecomm.kernels.stages import STAGES, gpu_defines, input_codes, kernel_name
 from moecomm.layout import Layout
@@ -30,9 +30,8 @@ class GpuKernels:
         self._index = index
         self._link = link
         self._layout = layout
-        block = self._block()
-        most = block.per_sm * attribute(index, "MULTIPROCESSOR_COUNT")
-        self._machine = Machine(most, block.threads)
+        multiprocessors = attribute(index, "MULTIPROCESSOR_COUNT")
+        self._machines = {stage: self._machine(stage, multiprocessors) for stage in STAGES}
         major = attribute(index, "COMPUTE_CAPABILITY_MAJOR")
         minor = attribute(index, "COMPUTE_CAPABILITY_MINOR")
         self._arch = f"sm_{major}{minor}"
@@ -77,7 +76,7 @@ class GpuKernels:
     def _config(self, stage: str, num_tokens: int, stream: int) -> Any:
         """The launch configuration, kept: making one takes longer than launching."""
         cu = self._cu
-        shape = geometry(stage, self._layout, self._machine, num_tokens)
+        shape = geometry(stage, self._layout, self._machines[stage], num_tokens)
         config = cu.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = shape.blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = shape.threads, 1, 1
@@ -93,8 +92,8 @@ class GpuKernels:
         self._configs[stage, num_tokens, stream] = config
         return config
 
-    def _block(self) -> Block:
-        return gpu_block(self._layout)
+    def _machine(self, stage: str, multiprocessors: int) -> Machine:
+        return gpu_machine(stage, self._layout, multiprocessors)
 
     def _compile(self, stage: str, code: int) -> tuple[str, Compiled]:
         """The kernel's name, and its cubin."""
@@ -109,7 +108,7 @@ class GpuKernels:
         module = call(cu.cuModuleLoad, str(compiled.path).encode())
         self._modules.append(module)
         function = call(cu.cuModuleGetFunction, module, kernel.encode())
-        needed = shared_bytes(stage, self._layout, self._machine.threads)
+        needed = shared_bytes(stage, self._layout, self._machines[stage].threads)
         if needed > SHARED_BYTES:
             name = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             call(cu.cuFuncSetAttribute, function, name, needed)

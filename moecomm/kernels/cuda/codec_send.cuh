@@ -43,13 +43,14 @@ DEVICE float largest_of_block(float largest)
 }
 
 // One scale a token: the row is read twice, but for each thread's first chunk, which stays where
-// it is. (A row of 7168 columns has less than two chunks a thread.)
-DEVICE float largest_of_row(const Args& a, u32 t, u64 first, const Columns& kept)
+// it is. (With lines a row of 7168 columns has less than two chunks a thread.)
+DEVICE float largest_of_row(const Args& a, u32 t, u64 first, u32 workers, const Columns& kept)
 {
     float largest = larger(0.0f, kept);
-    for (u64 c = first + blockDim.x; c < WireRow::num_chunks(); c += blockDim.x)
+    const u32 stride = workers * WARP_SIZE;
+    for (u64 c = first + stride; c < WireRow::num_chunks(); c += stride)
         largest = larger(largest, load_columns(a, t, c));
-    return largest_of_block(largest);
+    return workers == 1 ? largest_of_lanes(largest, WARP_SIZE) : largest_of_block(largest);
 }
 
 // A block's first chunk brings its scale; without blocks the row is one.
@@ -65,15 +66,15 @@ DEVICE Chunk encoded(const Columns& columns, float factor)
 }
 
 // Makes token t's row and hands it out in pieces: row_chunk(c, chunk), row_scale(block, scale).
-// All threads of the block take part.
+// `workers` warps take part, one or all of the block; the caller is number `worker`.
 template <class Sink>
-DEVICE void make_row(const Args& a, u32 t, Sink& sink)
+DEVICE void make_row(const Args& a, u32 t, u32 worker, u32 workers, Sink& sink)
 {
     const u64 chunks = WireRow::num_chunks();
-    u64 c = threadIdx.x;
+    u64 c = worker * WARP_SIZE + lane_id();
     Columns columns = load_columns(a, t, c);
     CodecScale s = {1.0f, 1.0f};
-    if (CODEC_SCALED && !SCALE_BLOCK) s = codec_scale_of(largest_of_row(a, t, c, columns));
+    if (CODEC_SCALED && !SCALE_BLOCK) s = codec_scale_of(largest_of_row(a, t, c, workers, columns));
     while (c - lane_id() < chunks) {  // whole warps
         if (SCALE_BLOCK) {
             const u32 lanes = SCALE_BLOCK / WireRow::kElems;
@@ -81,7 +82,7 @@ DEVICE void make_row(const Args& a, u32 t, Sink& sink)
         }
         if (CODEC_SCALED && c < chunks && begins_block(c)) sink.row_scale(block_of(c), s.scale);
         if (c < chunks) sink.row_chunk(c, encoded(columns, s.factor));
-        c += blockDim.x;
+        c += workers * WARP_SIZE;
         columns = load_columns(a, t, c);
     }
 }

@@ -10,33 +10,73 @@
 
 DEVICE bool rows_arrived(const Args& a, const Owed& owed, u32 t, u64 epoch)
 {
-    bool ok = true;
-    if (lane_id() < owed.num)
-        ok = owed_arrived(a, owed, t, lane_id(), epoch);
-    const bool all = __all_sync(FULL_WARP, ok);
+    const u32 n = min(lane_id(), owed.num ? owed.num - 1 : 0);
+    u32 missing = __ballot_sync(FULL_WARP, lane_id() < owed.num);
+    if (REMOTE) {
+        const bool ok = lane_id() >= owed.num || owed_arrived(a, owed, t, n, epoch);
+        const bool all = __all_sync(FULL_WARP, ok);
+        __syncwarp();  // each lane's acquire holds for all
+        return all;
+    }
+    const u64* flag = combine_flag(a.symmetric, a, t, owed.num ? owed.place[n] : 0);
+    const Awaited who = from_rank(PHASE_COMBINE_RECV, owed.num ? owed.peer[n] : 0);
+    while (missing) {
+        const u32 come = wait_any(a, flag, missing >> lane_id() & 1, epoch, who);
+        if (!come) return false;
+        missing &= ~come;
+    }
     __syncwarp();  // what one lane acquired holds for all
-    return all;
+    return true;
 }
 
-#define ROWS_AT_ONCE 4u  // independent loads under way in one thread
+// Independent loads under way in one thread: ROWS_AT_ONCE rows of COLUMNS_AT_ONCE chunks. More than
+// one column only where all rows come at once, or the sums would need too many registers.
+#define LOADS_AT_ONCE 8u
+#define ROWS_AT_ONCE (PLACES < 4 ? (u32)PLACES : 4u)
+#define COLUMNS_AT_ONCE (PLACES < 4 ? LOADS_AT_ONCE / ROWS_AT_ONCE : 1u)
+
+typedef Row<COMBINE_DTYPE> Y;
+
+// Chunk c of rows first, first + 1 ... of those owed to token t.
+DEVICE void load_rows(const Args& a, const Owed& owed, u32 t, u32 first, u64 c, Chunk* y)
+{
+    UNROLL for (u32 i = 0; i < ROWS_AT_ONCE; ++i)
+        if (first + i < owed.num && c < Y::num_chunks())
+            y[i] = to_chunk(ld_v4((const void*)(owed_row(a, owed, t, first + i) + c * 16)));
+}
+
+DEVICE void add_rows(const Owed& owed, u32 first, const Chunk* y, Sum<COMBINE_DTYPE>& sum)
+{
+    UNROLL for (u32 i = 0; i < ROWS_AT_ONCE; ++i)
+        if (first + i < owed.num) sum.add(owed.weight[first + i], y[i]);
+}
+
+// Chunks c, c + 32 ... of token t.
+DEVICE void sum_chunks(const Args& a, const Owed& owed, u32 t, u64 c)
+{
+    void* out = (void*)(a.out + t * a.out_stride);
+    Chunk y[LOADS_AT_ONCE];
+    UNROLL for (u32 n = 0; n < COLUMNS_AT_ONCE; ++n)
+        load_rows(a, owed, t, 0, c + n * WARP_SIZE, y + n * ROWS_AT_ONCE);
+    UNROLL for (u32 n = 0; n < COLUMNS_AT_ONCE; ++n) {
+        const u64 column = c + n * WARP_SIZE;
+        if (column >= Y::num_chunks()) continue;
+        Sum<COMBINE_DTYPE> sum = Sum<COMBINE_DTYPE>::zero();
+        if (a.accumulate) sum = Sum<COMBINE_DTYPE>::of(Y::load(out, column, a.out_aligned));
+        add_rows(owed, 0, y + n * ROWS_AT_ONCE, sum);
+        for (u32 first = ROWS_AT_ONCE; PLACES > ROWS_AT_ONCE && first < owed.num;
+             first += ROWS_AT_ONCE) {
+            load_rows(a, owed, t, first, column, y);
+            add_rows(owed, first, y, sum);
+        }
+        Y::store(out, column, sum.rounded(), a.out_aligned);
+    }
+}
 
 DEVICE void sum_rows(const Args& a, const Owed& owed, u32 t)
 {
-    typedef Row<COMBINE_DTYPE> Y;
-    void* out = (void*)(a.out + t * a.out_stride);
-    for (u64 c = lane_id(); c < Y::num_chunks(); c += WARP_SIZE) {
-        Sum<COMBINE_DTYPE> sum = Sum<COMBINE_DTYPE>::zero();
-        if (a.accumulate) sum = Sum<COMBINE_DTYPE>::of(Y::load(out, c, a.out_aligned));
-        for (u32 first = 0; first < owed.num; first += ROWS_AT_ONCE) {
-            Chunk y[ROWS_AT_ONCE];
-            for (u32 i = 0; i < ROWS_AT_ONCE; ++i)
-                if (first + i < owed.num)
-                    y[i] = to_chunk(ld_v4((const void*)(owed_row(a, owed, t, first + i) + c * 16)));
-            for (u32 i = 0; i < ROWS_AT_ONCE; ++i)
-                if (first + i < owed.num) sum.add(owed.weight[first + i], y[i]);
-        }
-        Y::store(out, c, sum.rounded(), a.out_aligned);
-    }
+    for (u64 c = lane_id(); c < Y::num_chunks(); c += COLUMNS_AT_ONCE * WARP_SIZE)
+        sum_chunks(a, owed, t, c);
 }
 
 DEVICE void receive_tokens(const Args& a, u32 tokens, u64 epoch)
@@ -54,6 +94,7 @@ DEVICE void receive_tokens(const Args& a, u32 tokens, u64 epoch)
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_recv(Args a)
 {
+    let_next_kernel_start();
     const u32 tokens = ld(local_at<u32>(a, LOC_NUM_TOKENS, a.slot));
     u64 epoch;
     if (__all_sync(FULL_WARP, begin_combine(a, &epoch))) receive_tokens(a, tokens, epoch);

@@ -59,6 +59,7 @@ DEVICE void receive_tokens(const Args& a, u32 tokens, u64 epoch)
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_recv_lines(Args a)
 {
+    let_next_kernel_start();
     const u32 tokens = ld(local_at<u32>(a, LOC_NUM_TOKENS, a.slot));
     u64 epoch;
     if (__all_sync(FULL_WARP, begin_combine(a, &epoch))) receive_tokens(a, tokens, epoch);

@@ -114,7 +114,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_s
     Returned& rec = spaces[warp_id()];
     const u32 records = ld(local_at<u32>(a, LOC_NUM_RECORDS, a.slot));
     if (REMOTE == 2) return put_records(a, spaces, records, epoch);
-    for (u32 j = blockIdx.x * num_warps() + warp_id(); j < records; j += gridDim.x * num_warps()) {
+    for (u32 n = blockIdx.x * num_warps() + warp_id(); n < num_turns(records);
+         n += gridDim.x * num_warps()) {
+        const u32 j = record_in_turn(a, n, records);
+        if (j >= records) continue;
         return_record(a, rec, j, epoch);
         __syncwarp();  // nobody still reads this warp's space
     }

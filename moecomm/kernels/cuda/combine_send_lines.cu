@@ -49,10 +49,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_s
     DYNAMIC_SHARED(Returned, spaces);
     Returned& rec = spaces[warp_id()];
     const u32 pieces = num_pieces(ROW_WORDS);
-    const u32 tasks = records * pieces;
+    const u32 tasks = num_turns(records) * pieces;
     for (u32 task = blockIdx.x * num_warps() + warp_id(); task < tasks;
          task += gridDim.x * num_warps()) {
-        const u32 j = task / pieces, piece = task % pieces;
+        const u32 j = record_in_turn(a, task / pieces, records), piece = task % pieces;
+        if (j >= records) continue;
         // In the rank layout row j belongs to record j: no need to ask its meta first.
         Chunk own = zero_chunk();
         if (LAYOUT == LAYOUT_RANK) own = y_chunk(a, j, piece);

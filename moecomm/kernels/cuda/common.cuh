@@ -14,12 +14,16 @@ typedef long long i64;
 
 #define FULL_WARP 0xffffffffu
 #define WARP_SIZE 32u
+#define POLLS_AT_ONCE 4u   // then a waiting thread begins to sleep in between
+#define POLL_NS 100u
 #define CHUNKS_AT_ONCE 4u  // loads that a thread has under way before it stores
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")  // where an array must stay in registers
+#define AS_PRAGMA(text) _Pragma(#text)
+#define UNROLL_BY(n) AS_PRAGMA(unroll n)  // loads that wait for nothing come together
 #define NO_UNROLL _Pragma("unroll 1")  // off the fast path: registers matter more
 #define DYNAMIC_SHARED(type, name)                            \
     extern __shared__ __align__(16) unsigned char moe_smem[]; \
@@ -131,6 +135,13 @@ DEVICE bool poll_pause(u32 spins)
     return (spins & (FIRST_LOOK - 1)) == 0;
 }
 
+// The same where thousands of warps wait, and for long: they must leave memory to those they wait for.
+DEVICE bool poll_rarely(u32 spins)
+{
+    if (spins > POLLS_AT_ONCE) __nanosleep(POLL_NS);
+    return (spins & (FIRST_LOOK - 1)) == 0;
+}
+
 // ---- programmatic dependent launch: a kernel may start before the one ahead of it has ended -------
 // A receiving half starts while its sending half still runs, so that it is there when data comes.
 // Everything else waits for all earlier kernels first. Without the launch attribute, and on older
@@ -156,9 +167,11 @@ DEVICE void note_wait(const u64*, u64) {}
 #else
 #define DEVICE inline
 #define UNROLL
+#define UNROLL_BY(n)
 #define NO_UNROLL
 #include "emulator.hpp"
 #define FIRST_LOOK 1u
+DEVICE bool poll_rarely(u32 spins) { return poll_pause(spins); }
 DEVICE void wait_for_earlier_kernels() {}
 DEVICE void let_next_kernel_start() {}
 #endif

@@ -85,15 +85,17 @@ DEVICE bool receive_piece(const Args& a, const Placement& s, WarpSpace& space, u
 DEVICE void receive_pieces(const Args& a, const Placement& s, WarpSpace& space, u64 epoch)
 {
     const u32 pieces = num_pieces(RECORD_WORDS);
-    const u32 tasks = s.group_start[NUM_GROUPS] * pieces;
-    for (u32 task = receiver_id() * num_warps() + warp_id(); task < tasks;
+    const u32 records = s.group_start[NUM_GROUPS];
+    const u32 own = s.group_start[a.rank / REPLICAS];  // our own records are there first
+    for (u32 task = receiver_id() * num_warps() + warp_id(); task < records * pieces;
          task += num_receivers() * num_warps())
-        if (!receive_piece(a, s, space, task / pieces, task % pieces, epoch)) return;
+        if (!receive_piece(a, s, space, (own + task / pieces) % records, task % pieces, epoch)) return;
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_recv_lines(Args a)
 {
     u64 epoch;
+    let_next_kernel_start();
     if (!begin_recv(a, &epoch)) return;
     DYNAMIC_SHARED(WarpSpace, spaces);
     const Placement s = placement_at(a, reinterpret_cast<u32*>(spaces + num_warps()));

@@ -6,11 +6,11 @@
 // counting, so they are the same in every run, and no rank asks another.
 //
 // Block 0 counts everything and tells every rank its numbers ("head"). The other blocks take a
-// contiguous share of tokens each: count what comes before it, then send a few at a time. With
+// contiguous share of tokens each: count what comes before it, then each warp sends a token. With
 // replicas every one of them counts all tokens and sends those with t % REPLICAS == its number.
 //
 // Writes: peers' head, record, record_flag; own route, num_dest, weight, num_tokens, epoch.
-// Order: a record's bytes, block barrier, release of its flag. Heads carry their epoch in the
+// Order: a record's bytes, warp barrier, release of its flag. Heads carry their epoch in the
 // word; the first is released, since it also says that older combine rows have been read.
 #include "routing.cuh"
 #include "wire_row.cuh"
@@ -35,7 +35,7 @@ struct ToRecords {
 DEVICE void send_meta(const Args& a, const Plan& plan, u32 t)
 {
     const u32 chunks = META_BYTES / 16;
-    for (u32 i = threadIdx.x; i < plan.num_dest * chunks; i += blockDim.x) {
+    for (u32 i = lane_id(); i < plan.num_dest * chunks; i += WARP_SIZE) {
         const u32 d = i / chunks, c = i % chunks;
         uint4 v;
         v.x = meta_word(a, plan, t, d, 4 * c);
@@ -46,52 +46,56 @@ DEVICE void send_meta(const Args& a, const Plan& plan, u32 t)
     }
 }
 
-// Tokens [first, last), PLANS at most. Their flags come together at the end: on a busy link a
-// release waits 10 µs for its data to arrive, and there is one such wait for all of them.
-DEVICE void send_group(const Args& a, const Counters& s, u32 first, u32 last, u64 epoch)
+DEVICE void send_token(const Args& a, const Plan& plan, u32 t, u64 epoch)
 {
-    const u32 replica = (u32)(a.rank % REPLICAS);
-    for (u32 t = first; t < last; ++t) {
-        Plan& plan = s.plans[t - first];
-        if (warp_id() == 0) plan_token(a, s, t, load_slot(a, t), plan);
-        __syncthreads();  // the plan is made
-        if (t % REPLICAS != replica) continue;
-        ToRecords records = {plan};
-        make_row(a, t, records);
-        send_meta(a, plan, t);
-        if (REMOTE) clear_tails(plan);
+    ToRecords records = {plan};
+    make_row(a, t, 0, 1, records);
+    send_meta(a, plan, t);
+    if (REMOTE) clear_tails(plan);
+    __syncwarp();  // every lane's part of the records comes before their flags
+    if (lane_id() < plan.num_dest && (!REMOTE || plan.flag[lane_id()]))
+        st_release_sys(plan.flag[lane_id()], epoch);
+}
+
+// A warp a token, as many at a time as the block has warps. Where a token goes also depends on those
+// that other warps have in hand.
+DEVICE void send_tokens(const Args& a, const Counters& s, Share share, const SendState& state,
+                        u64 epoch)
+{
+    const u32 n = warp_id(), replica = (u32)(a.rank % REPLICAS);
+    bool told = false;
+    for (u32 first = share.first; first < share.last; first += num_warps()) {
+        const u32 t = first + n;
+        const bool live = t < share.last, more = first + num_warps() < share.last;
+        if (live) plan_token(a, t, load_slot(a, t), s.plans[n]);
+        // A barrier: the plans are made, and what comes before them is counted.
+        if (!may_send(a, state, epoch)) return;
+        if (live) place_token(a, s, t, n);
+        if (more || REMOTE) {
+            __syncthreads();  // nobody still reads counters or others' plans
+            if (live) count_planned(a, s, t, s.plans[n]);
+        }
+        if (live && t % REPLICAS == replica) send_token(a, s.plans[n], t, epoch);
+        if (REMOTE) __syncthreads();  // all are packed
+        if (REMOTE == 1) tell_mover(a, s.remote, false, &told, epoch);
+        if (REMOTE == 2)
+            put_packed(a, s.remote, s.plans, first, min(share.last - first, num_warps()), epoch);
     }
-    __syncthreads();  // every thread's part of the records comes before their flags
-    for (u32 i = threadIdx.x; i < (last - first) * WARP_SIZE; i += blockDim.x) {
-        const Plan& plan = s.plans[i / WARP_SIZE];
-        if ((first + i / WARP_SIZE) % REPLICAS == replica && lane_id() < plan.num_dest &&
-            (!REMOTE || plan.flag[lane_id()]))
-            st_release_sys(plan.flag[lane_id()], epoch);
-    }
-    // Each plan was read last by the warp of its number: warp 0 may make the next one at once, and
-    // makes the others behind the next barrier.
+    if (REMOTE == 1) tell_mover(a, s.remote, true, &told, epoch);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_send(Args a)
 {
     DYNAMIC_SHARED(u32, words);
-    const Counters s = counters_at(words);
+    const Counters s = counters_at(words, num_warps());
     u64 epoch;
-    if (!begin_send(a, s, &epoch)) return;
+    const SendState state = begin_send(a, s, &epoch);
     const u32 tokens = token_count(a);
-    if (blockIdx.x == 0) announce(a, s, tokens, epoch);
-    if (blockIdx.x > 0 || gridDim.x == 1) {
-        const Share share = token_share(tokens);
-        count_tokens(a, s, 0, share.first);
-        if (REMOTE) plan_staging(a, s.remote, share.first, tokens);
-        __syncthreads();
-        bool told = false;
-        for (u32 t = share.first; t < share.last; t += PLANS) {
-            const u32 last = min(t + PLANS, share.last);
-            send_group(a, s, t, last, epoch);
-            if (REMOTE == 1) tell_mover(a, s.remote, false, &told, epoch);
-            if (REMOTE == 2) put_packed(a, s.remote, s.plans, t, last - t, epoch);
-        }
-        if (REMOTE == 1) tell_mover(a, s.remote, true, &told, epoch);
-    }
+    if (is_divided(tokens) && is_sender()) publish_counts(a, s, tokens, epoch);
+    const Share share = token_share(tokens);
+    if (!count_before(a, s, blockIdx.x == 0 ? tokens : share.first, tokens, epoch)) return;
+    if (blockIdx.x == 0 && !announce(a, s, tokens, state, epoch)) return;
+    if (!is_sender()) return;
+    if (REMOTE) plan_staging(a, s.remote, share.first, tokens);
+    send_tokens(a, s, share, state, epoch);
 }

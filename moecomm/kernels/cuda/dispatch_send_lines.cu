@@ -38,14 +38,29 @@ struct Image {
     }
 };
 
-// Warp 0: where token t goes, and what each destination is told.
+// One warp: the meta of token t for destination d (protocol.cuh), all of it.
+DEVICE void make_meta(const Args& a, const Plan& plan, u32 t, u32 d, u32* meta)
+{
+    const u32 k = lane_id(), first = rank_first_expert(plan.rank[d]);
+    const u32 expert = plan.expert[k];
+    const bool here = expert != NO_EXPERT && expert_rank(expert) == plan.rank[d];
+    if (k < META_EXPERT) meta[k] = k == META_TOKEN ? t : k == META_PLACE ? d : k == META_GROUP ? (u32)(a.rank / REPLICAS) : 0;
+    for (u32 i = META_WEIGHT + TOP_K + k; i < META_BYTES / 4; i += WARP_SIZE) meta[i] = 0;
+    if (k >= TOP_K) return;
+    meta[META_EXPERT + k] = here ? expert - first : NO_EXPERT;
+    meta[META_INDEX + k] = here ? plan.index[k] : 0;
+    meta[META_WEIGHT + k] = here ? __float_as_uint(plan.weight[k]) : 0;
+}
+
+// Warp 0: where token t goes, and what each destination is told. What comes before it is counted.
 DEVICE void plan_image(const Args& a, const Counters& s, u32 t, Slot slot, const Image& image)
 {
-    plan_token(a, s, t, slot, *s.plans);
-    __syncwarp();
-    const u32 words = META_BYTES / 4;
-    for (u32 i = lane_id(); i < s.plans->num_dest * words; i += WARP_SIZE)
-        image.meta[i] = meta_word(a, *s.plans, t, i / words, i % words);
+    Plan& plan = *s.plans;
+    plan_token(a, t, slot, plan);
+    place_token(a, s, t, 0);
+    count_planned(a, s, t, plan);
+    for (u32 d = 0; d < plan.num_dest; ++d)
+        make_meta(a, plan, t, d, image.meta + d * (META_BYTES / 4));
 }
 
 DEVICE void send_image(const Plan& plan, const Image& image, u64 epoch)
@@ -61,18 +76,19 @@ DEVICE void send_image(const Plan& plan, const Image& image, u64 epoch)
     }
 }
 
-DEVICE void send_tokens(const Args& a, const Counters& s, Share share, Image image, u64 epoch)
+DEVICE void send_tokens(const Args& a, const Counters& s, Share share, Image image,
+                        const SendState& state, u64 epoch)
 {
     const u32 replica = (u32)(a.rank % REPLICAS);
     image.clear_rest();
-    count_tokens(a, s, 0, share.first);
     for (u32 t = share.first; t < share.last; ++t) {
         const bool ours = t % REPLICAS == replica;
         // Neither needs what is counted: these loads overlap the counting.
         Slot slot;
         if (warp_id() == 0) slot = load_slot(a, t);
-        if (ours) make_row(a, t, image);
-        __syncthreads();  // what comes before t is counted
+        if (ours) make_row(a, t, warp_id(), num_warps(), image);
+        // A barrier: what comes before t is counted.
+        if (!may_send(a, state, epoch)) return;
         if (warp_id() == 0) plan_image(a, s, t, slot, image);
         __syncthreads();  // every thread's part of the image comes before it is sent
         if (ours) send_image(*s.plans, image, epoch);
@@ -83,13 +99,16 @@ DEVICE void send_tokens(const Args& a, const Counters& s, Share share, Image ima
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_send_lines(Args a)
 {
     DYNAMIC_SHARED(u32, words);
-    const Counters s = counters_at(words);
+    const Counters s = counters_at(words, 1);
     u64 epoch;
-    if (!begin_send(a, s, &epoch)) return;
+    const SendState state = begin_send(a, s, &epoch);
     Image image;
-    image.body = reinterpret_cast<u8*>(words) + (counters_bytes() + 15) / 16 * 16;
+    image.body = reinterpret_cast<u8*>(words) + (counters_bytes(1) + 15) / 16 * 16;
     image.meta = reinterpret_cast<u32*>(image.body + RECORD_WORDS * 8 - META_BYTES);
     const u32 tokens = token_count(a);
-    if (blockIdx.x == 0) announce(a, s, tokens, epoch);
-    if (blockIdx.x > 0 || gridDim.x == 1) send_tokens(a, s, token_share(tokens), image, epoch);
+    if (is_divided(tokens) && is_sender()) publish_counts(a, s, tokens, epoch);
+    const Share share = token_share(tokens);
+    if (!count_before(a, s, blockIdx.x == 0 ? tokens : share.first, tokens, epoch)) return;
+    if (blockIdx.x == 0 && !announce(a, s, tokens, state, epoch)) return;
+    if (is_sender()) send_tokens(a, s, share, image, state, epoch);
 }

@@ -145,6 +145,11 @@ DEVICE u16 float_to_bfloat(float f)
 // ---- fp8 e4m3 (no infinity): round to nearest even, saturate at 448 --------------------------
 DEVICE u8 float_to_e4m3(float f)
 {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    u16 pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(f));
+    return (u8)pair;
+#endif
     const u32 bits = __float_as_uint(f), sign = bits >> 24 & 0x80u, rest = bits & 0x7fffffffu;
     if (rest > 0x7f800000u) return (u8)0x7fu;
     if (rest >= 0x43e00000u) return (u8)(sign | 0x7eu);
@@ -184,8 +189,12 @@ struct Row {
         const u64 first = c * kElems;
         if (aligned && first + kElems <= HIDDEN) return to_chunk(ld_v4((const u8*)row + c * 16));
         Chunk chunk = zero_chunk();
-        for (u32 i = 0; i < kElems; ++i)
-            if (first + i < HIDDEN) set<Elem>(chunk, i, ld((const Elem*)row + first + i));
+        UNROLL for (u32 w = 0; w < 4; ++w)
+            UNROLL_BY(1) for (u32 i = 0; i < kElems / 4; ++i) {  // not worth any code
+                const u64 e = first + w * (kElems / 4) + i;
+                if (e < HIDDEN)
+                    chunk.words[w] |= (u32)ld((const Elem*)row + e) << (8 * sizeof(Elem) * i);
+            }
         return chunk;
     }
 
@@ -196,8 +205,12 @@ struct Row {
             st_v4((u8*)row + c * 16, to_v4(chunk));
             return;
         }
-        for (u32 i = 0; i < kElems; ++i)
-            if (first + i < HIDDEN) st((Elem*)row + first + i, get<Elem>(chunk, i));
+        UNROLL for (u32 w = 0; w < 4; ++w)
+            UNROLL_BY(1) for (u32 i = 0; i < kElems / 4; ++i) {
+                const u64 e = first + w * (kElems / 4) + i;
+                if (e < HIDDEN)
+                    st((Elem*)row + e, (Elem)(chunk.words[w] >> (8 * sizeof(Elem) * i)));
+            }
     }
 
     static DEVICE u64 num_chunks() { return (HIDDEN + kElems - 1) / kElems; }

@@ -23,7 +23,8 @@ DEVICE float slot_weight(const Args& a, u32 t, u32 route)
     if (!a.topk_weights)
         return lane < TOP_K ? ld(local_at<float>(a, LOC_WEIGHT, token * TOP_K + lane)) : 0.0f;
     const bool named = route != NO_EXPERT;
-    const float own = named ? given_weight(a, t, lane) : 0.0f;
+    const float given = lane < TOP_K ? given_weight(a, t, lane) : 0.0f;  // waits for no route
+    const float own = named ? given : 0.0f;
     float sum = 0.0f;
     for (u32 k = 0; k < TOP_K; ++k) {
         const float w = __shfl_sync(FULL_WARP, own, k);

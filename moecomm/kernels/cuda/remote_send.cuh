@@ -45,35 +45,63 @@ DEVICE void plan_staging(const Args& a, const RemoteCounts& c, u32 begin, u32 to
 
 DEVICE u32 staged_for(const RemoteCounts& c, u32 rank) { return c.first[rank + 1] - c.first[rank]; }
 
-// Warp 0: the number of the row that this lane's expert (receiver reduces) or rank gets back. Kept
-// for combine_recv. `firsts`: lanes whose expert is named for the first time; `opens`: whose rank.
-DEVICE u32 number_row(const Args& a, const RemoteCounts& c, const u32* rank_count, u32 t, bool named,
-                      u32 rank, u32 firsts, bool opens)
+// Rows that go back from `rank` for a planned token.
+DEVICE u32 rows_back(const Plan& plan, u32 rank)
 {
-    const u32 lane = lane_id();
-    const u32 mine = firsts & same_key(named, rank);
-    const u32 before = ROWS_PER_RANK ? rank_count[rank] : c.rows[rank];
-    __syncwarp();  // every lane has read what one of them now changes
-    if (opens && !ROWS_PER_RANK) c.rows[rank] = before + __popc(mine);
-    const u32 row = before + (ROWS_PER_RANK ? 0 : __popc(mine & ((1u << lane) - 1)));
-    if (lane < TOP_K)
-        st(local_at<u32>(a, LOC_RETURN_ROW, (a.slot * MAX_TOKENS + t) * TOP_K + lane), row);
+    u32 rows = 0;
+    if (ROWS_PER_RANK)
+        for (u32 d = 0; d < plan.num_dest; ++d) rows += plan.rank[d] == rank;
+    else
+        for (u32 k = 0; k < TOP_K; ++k)
+            rows += plan.expert[k] != NO_EXPERT && expert_rank(plan.expert[k]) == rank;
+    return rows;
+}
+
+DEVICE bool is_ours(const Args& a, u32 t) { return t % REPLICAS == a.rank % REPLICAS; }
+
+// The number of the first row that `rank` gives back for token t, number n of those in hand.
+DEVICE u32 first_row_back(const Counters& s, u32 n, u32 rank)
+{
+    u32 row = ROWS_PER_RANK ? s.rank_count[rank] : s.remote.rows[rank];
+    for (u32 m = 0; m < n; ++m) row += rows_back(s.plans[m], rank);
     return row;
 }
 
-// The lane that opens `rank` for token t: where its record goes, at number records[rank] of this
-// replica's. `base`: 0 where it is packed, and has no flag.
-DEVICE void place_remote(const Args& a, const RemoteCounts& c, Plan& plan, u32 place, u32 rank,
-                         u64 base, u32 t, u32 row)
+// One warp, as place_token: where the records of token t go, number n of those in hand. A record that
+// is packed has no flag. The numbers of rows that come back are kept for combine_recv.
+DEVICE void place_remote(const Args& a, const Counters& s, u32 t, u32 n)
 {
 #if HAS_REMOTE
-    const u32 i = c.records[rank];
-    if (t % REPLICAS == a.rank % REPLICAS) c.records[rank] = i + 1;
-    plan.rank[place] = rank;
-    plan.row[place] = row;
-    plan.record[place] = base ? record_at(base, a, a.rank, i) : staged_record(a, c.first[rank] + i);
-    plan.flag[place] = base ? record_flag(base, a, a.rank, i) : nullptr;
+    Plan& plan = s.plans[n];
+    const u32 lane = lane_id(), expert = plan.expert[lane];
+    const bool first = expert != NO_EXPERT;
+    const u32 owner = first ? expert_rank(expert) : 0;
+    const u32 below = same_key(first, owner) & ((1u << lane) - 1);
+    if (lane < TOP_K) {
+        const u32 row = first ? first_row_back(s, n, owner) + (ROWS_PER_RANK ? 0 : __popc(below)) : 0;
+        st(local_at<u32>(a, LOC_RETURN_ROW, (a.slot * MAX_TOKENS + t) * TOP_K + lane), row);
+    }
+    if (lane >= plan.num_dest) return;
+    const u32 rank = plan.rank[lane];
+    u32 i = s.remote.records[rank];
+    for (u32 m = 0; m < n; ++m)
+        for (u32 d = 0; d < s.plans[m].num_dest; ++d)
+            i += s.plans[m].rank[d] == rank && is_ours(a, t - n + m);
+    const u64 base = s.peer[rank];
+    plan.row[lane] = first_row_back(s, n, rank);
+    plan.record[lane] = base ? record_at(base, a, a.rank, i)
+                             : staged_record(a, s.remote.first[rank] + i);
+    plan.flag[lane] = base ? record_flag(base, a, a.rank, i) : nullptr;
 #endif
+}
+
+// One warp: the counters count a planned token, too.
+DEVICE void count_remote_planned(const Args& a, const RemoteCounts& c, u32 t, const Plan& plan)
+{
+    if (lane_id() >= plan.num_dest) return;
+    const u32 rank = plan.rank[lane_id()];
+    if (is_ours(a, t)) atomicAdd(&c.records[rank], 1u);
+    if (!ROWS_PER_RANK) atomicAdd(&c.rows[rank], rows_back(plan, rank));
 }
 
 // ---- block 0 --------------------------------------------------------------------------------------
@@ -138,11 +166,12 @@ DEVICE void tell_mover(const Args& a, const RemoteCounts& c, bool last, bool* to
     if (last && lane_id() == 0) part_done(a, DOOR_RECORDS, parts, epoch);
 }
 
-// Whole records are moved: what is left of the last 16 bytes behind the scales is defined, too.
+// One warp. Whole records are moved: what is left of the last 16 bytes behind the scales is defined,
+// too.
 DEVICE void clear_tails(const Plan& plan)
 {
     const u32 words = (RECORD_BYTES - RECORD_SCALE_OFF) / 4 - NUM_SCALES;
-    for (u32 i = threadIdx.x; i < plan.num_dest * words; i += blockDim.x)
+    for (u32 i = lane_id(); i < plan.num_dest * words; i += WARP_SIZE)
         st(reinterpret_cast<u32*>(plan.record[i / words] + RECORD_SCALE_OFF) + NUM_SCALES + i % words,
            0u);
 }

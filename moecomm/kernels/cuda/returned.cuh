@@ -18,6 +18,21 @@ struct Returned {  // in shared memory, filled by one warp
 };
 static_assert(sizeof(Returned) <= SMEM_STRUCT_BYTES, "kernels/geometry.py sets aside too little");
 
+// In which order records go back: one for each source group in turn, the next group first, so that
+// from the start all links are busy, with copies within the rank in between. Equal parts of the records
+// stand for the groups, which are about equal. Number n of them, n < num_turns(records); at or past
+// `records` there is none.
+DEVICE u32 num_turns(u32 records)
+{
+    return (records + (u32)NUM_GROUPS - 1) / (u32)NUM_GROUPS * (u32)NUM_GROUPS;
+}
+
+DEVICE u32 record_in_turn(const Args& a, u32 n, u32 records)
+{
+    const u32 part = (n + (u32)(a.rank / REPLICAS) + 1) % (u32)NUM_GROUPS;
+    return part * (num_turns(records) / (u32)NUM_GROUPS) + n / (u32)NUM_GROUPS;
+}
+
 DEVICE void load_returned(const Args& a, Returned& rec, u32 j)
 {
     const u64 kept = a.slot * NUM_GROUPS * MAX_TOKENS + j;

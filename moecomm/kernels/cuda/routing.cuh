@@ -1,69 +1,7 @@
 // Routing at the source: which ranks a token goes to, which place it takes there, and the numbers
 // that tell every rank what to expect.
 #pragma once
-#include "remote_wait.cuh"
-
-// What one token does, worked out by warp 0 and used by the whole block.
-struct Plan {
-    u64 record[WARP_SIZE];  // [num_dest] address of the record at that destination
-    u64* flag[WARP_SIZE];   // [num_dest] its flag
-    u32 rank[WARP_SIZE];    // [num_dest], ascending
-    u32 expert[WARP_SIZE];  // [k] global id, or NO_EXPERT: dropped, or named before in this row
-    u32 index[WARP_SIZE];   // [k] place among the group's rows of that expert
-    float weight[WARP_SIZE];
-    u32 num_dest;
-#if HAS_REMOTE
-    u32 row[WARP_SIZE];     // [num_dest] number of the first row that comes back from there
-    u32 done;               // nvshmem: destinations for which the record completed a chunk
-#endif
-};
-#define PLANS 4u
-static_assert(sizeof(Plan) <= SMEM_STRUCT_BYTES, "kernels/geometry.py sets aside too little");
-
-struct Counters {
-    u64* peer;          // [NUM_RANKS] where each rank's symmetric part begins
-    u32* expert_count;  // [NUM_EXPERTS] tokens seen so far that name it
-    u32* rank_count;    // [NUM_RANKS]
-    Plan* plans;        // [PLANS] of the tokens in hand
-    RemoteCounts remote;
-};
-
-DEVICE u32 counters_bytes()
-{
-    return PLANS * sizeof(Plan) + 8 * (u32)NUM_RANKS + 4 * (u32)(NUM_EXPERTS + NUM_RANKS);
-}
-
-DEVICE Counters counters_at(u32* words)
-{
-    Counters s;
-    s.plans = reinterpret_cast<Plan*>(words);
-    s.peer = reinterpret_cast<u64*>(s.plans + PLANS);
-    s.expert_count = reinterpret_cast<u32*>(s.peer + NUM_RANKS);
-    s.rank_count = s.expert_count + NUM_EXPERTS;
-    s.remote = remote_counts_at(s.rank_count + NUM_RANKS);
-    return s;
-}
-
-// ---- routing ----------------------------------------------------------------------------------
-DEVICE u32 token_count(const Args& a)
-{
-    if (!a.num_tokens) return (u32)a.max_rows;
-    const i32 n = ld(reinterpret_cast<const i32*>(a.num_tokens));
-    return n < 0 ? 0 : (u64)n > a.max_rows ? (u32)a.max_rows : (u32)n;
-}
-
-DEVICE i64 raw_expert(const Args& a, u32 token, u32 k)
-{
-    const u64 row = a.topk_idx + token * a.topk_idx_stride;
-    if (a.topk_idx_bytes == 8) return ld(reinterpret_cast<const i64*>(row) + k);
-    return ld(reinterpret_cast<const i32*>(row) + k);
-}
-
-DEVICE u32 expert_of(const Args& a, u32 token, u32 k)
-{
-    const i64 expert = raw_expert(a, token, k);
-    return expert >= 0 && expert < (i64)NUM_EXPERTS ? (u32)expert : NO_EXPERT;
-}
+#include "counting.cuh"
 
 // Lanes that hold the same key as this one; a lane without a key is alone.
 DEVICE u32 same_key(bool has_key, u32 key)
@@ -72,38 +10,6 @@ DEVICE u32 same_key(bool has_key, u32 key)
 }
 
 DEVICE bool is_first(u32 mask) { return __ffs(mask) - 1 == (i32)lane_id(); }
-
-DEVICE void clear_counts(const Counters& s)
-{
-    const u32 words = NUM_EXPERTS + NUM_RANKS + remote_counts_words();
-    for (u32 i = threadIdx.x; i < words; i += blockDim.x) s.expert_count[i] = 0;
-}
-
-#define COUNTS_AT_ONCE 8u  // routing rows that a warp loads before it counts any
-
-// Adds tokens [first, last) to the counters, 32 / TOP_K tokens a warp and step. An expert or rank
-// that a token names twice counts once.
-DEVICE void count_tokens(const Args& a, const Counters& s, u32 first, u32 last)
-{
-    const u32 per_step = WARP_SIZE / TOP_K, stride = num_warps() * per_step;
-    const u32 sub = lane_id() / TOP_K, k = lane_id() % TOP_K;
-    for (u32 t = first + warp_id() * per_step; t < last; t += COUNTS_AT_ONCE * stride) {
-        u32 experts[COUNTS_AT_ONCE];
-        UNROLL for (u32 i = 0; i < COUNTS_AT_ONCE; ++i) {
-            const u32 token = t + i * stride + sub;
-            experts[i] = sub < per_step && token < last ? expert_of(a, token, k) : NO_EXPERT;
-        }
-        UNROLL for (u32 i = 0; i < COUNTS_AT_ONCE; ++i) {
-            if (t + i * stride >= last) break;
-            const bool named = experts[i] != NO_EXPERT;
-            const u32 rank = named ? expert_rank(experts[i]) : 0;
-            if (is_first(same_key(named, sub << 16 | experts[i])) && named)
-                atomicAdd(&s.expert_count[experts[i]], 1u);
-            if (is_first(same_key(named, sub << 16 | rank)) && named)
-                atomicAdd(&s.rank_count[rank], 1u);
-        }
-    }
-}
 
 #include "remote_send.cuh"
 
@@ -128,57 +34,90 @@ DEVICE Slot load_slot(const Args& a, u32 t)
 {
     const u32 k = lane_id();
     Slot slot;
+    // Both at once: the weight must not wait for the expert.
+    const float weight = a.topk_weights && k < TOP_K ? given_weight(a, t, k) : 0.0f;
     slot.expert = k < TOP_K ? expert_of(a, t, k) : NO_EXPERT;
-    slot.weight = a.topk_weights && slot.expert != NO_EXPERT ? given_weight(a, t, k) : 0.0f;
+    slot.weight = slot.expert != NO_EXPERT ? weight : 0.0f;
     return slot;
 }
 
-// Warp 0: where does token t go? Also advances the counters and keeps the routing for combine.
-DEVICE void plan_token(const Args& a, const Counters& s, u32 t, Slot slot, Plan& plan)
+// One warp: the ranks that lanes name, ascending, into plan.rank and plan.num_dest.
+DEVICE void plan_ranks(bool named, u32 rank, Plan& plan)
 {
     const u32 lane = lane_id();
-    __syncwarp();  // no lane still reads the plan of the token before
-    const u32 expert = slot.expert;
-    const bool named = expert != NO_EXPERT;
-    const u32 twins = same_key(named, expert);
-    const bool first = named && is_first(twins);
-    const u32 rank = named ? expert_rank(expert) : 0;
-    const bool opens_rank = is_first(same_key(named, rank)) && named;
-    const u32 openers = __ballot_sync(FULL_WARP, opens_rank);
-
+    if (NUM_RANKS <= WARP_SIZE) {  // lane r stands for rank r
+        const u32 mask = __reduce_or_sync(FULL_WARP, named ? 1u << rank : 0u);
+        if (mask >> lane & 1) plan.rank[__popc(mask & ((1u << lane) - 1))] = lane;
+        if (lane == 0) plan.num_dest = __popc(mask);
+        return;
+    }
+    const bool opens = is_first(same_key(named, rank)) && named;
+    const u32 openers = __ballot_sync(FULL_WARP, opens);
     u32 place = 0;  // how many destinations have a lower rank
     for (u32 k = 0; k < TOP_K; ++k) {
         const u32 other = __shfl_sync(FULL_WARP, rank, k);
         if ((openers >> k & 1) && other < rank) ++place;
     }
-    const float weight = summed_weight(slot.weight, twins);
-
-    u32 row = 0;
-    if (REMOTE)
-        row = number_row(a, s.remote, s.rank_count, t, named, rank,
-                         __ballot_sync(FULL_WARP, first), opens_rank);
-    if (opens_rank && REMOTE) {
-        ++s.rank_count[rank];
-        place_remote(a, s.remote, plan, place, rank, s.peer[rank], t, row);
-    } else if (opens_rank) {
-        const u32 i = s.rank_count[rank]++;
-        const u64 base = s.peer[rank];
-        plan.rank[place] = rank;
-        plan.record[place] = record_at(base, a, a.rank / REPLICAS, i);
-        plan.flag[place] = record_flag(base, a, a.rank / REPLICAS, i);
-    }
-    plan.expert[lane] = first ? expert : NO_EXPERT;
-    plan.weight[lane] = weight;
-    if (first) plan.index[lane] = s.expert_count[expert]++;
+    if (opens) plan.rank[place] = rank;
     if (lane == 0) plan.num_dest = __popc(openers);
+}
+
+// One warp: which ranks and experts does token t go to? Also keeps the routing for combine.
+DEVICE void plan_token(const Args& a, u32 t, Slot slot, Plan& plan)
+{
+    const u32 lane = lane_id();
+    __syncwarp();  // no lane still reads the plan of the token before
+    const bool named = slot.expert != NO_EXPERT;
+    plan_ranks(named, named ? expert_rank(slot.expert) : 0, plan);
+    const u32 twins = same_key(named, slot.expert);
+    const bool first = named && is_first(twins);
+    float weight = __fadd_rn(0.0f, slot.weight);
+    if (__any_sync(FULL_WARP, named && !first)) weight = summed_weight(slot.weight, twins);
+    plan.expert[lane] = first ? slot.expert : NO_EXPERT;
+    plan.weight[lane] = weight;
 
     const u64 token = a.slot * MAX_TOKENS + t;
     if (lane < TOP_K) {
-        const u32 route = named ? (u32)(__ffs(twins) - 1) << 16 | expert : NO_EXPERT;
+        const u32 route = named ? (u32)(__ffs(twins) - 1) << 16 | slot.expert : NO_EXPERT;
         st(local_at<u32>(a, LOC_ROUTE, token * TOP_K + lane), route);
         st(local_at<float>(a, LOC_WEIGHT, token * TOP_K + lane), weight);
     }
-    if (lane == 0) st(local_at<u32>(a, LOC_NUM_DEST, token), (u32)__popc(openers));
+    __syncwarp();
+    if (lane == 0) st(local_at<u32>(a, LOC_NUM_DEST, token), plan.num_dest);
+}
+
+// One warp: the places that planned token number `n` takes. The counters count what comes before
+// token number 0 of those in hand; tokens 0 to n - 1 are counted here.
+DEVICE void place_token(const Args& a, const Counters& s, u32 t, u32 n)
+{
+    Plan& plan = s.plans[n];
+    const u32 lane = lane_id();
+    const u32 expert = plan.expert[lane];
+    const bool goes = lane < plan.num_dest;
+    const u32 rank = goes ? plan.rank[lane] : 0;
+    u32 row = expert != NO_EXPERT ? s.expert_count[expert] : 0;
+    u32 i = goes ? s.rank_count[rank] : 0;
+    for (u32 m = 0; m < n; ++m) {
+        const Plan& before = s.plans[m];
+        for (u32 k = 0; k < TOP_K; ++k) row += before.expert[k] == expert;
+        for (u32 d = 0; d < before.num_dest; ++d) i += before.rank[d] == rank;
+    }
+    plan.index[lane] = row;
+    if (goes && !REMOTE) {
+        plan.record[lane] = record_at(s.peer[rank], a, a.rank / REPLICAS, i);
+        plan.flag[lane] = record_flag(s.peer[rank], a, a.rank / REPLICAS, i);
+    }
+    if (REMOTE) place_remote(a, s, t, n);
+    __syncwarp();
+}
+
+// One warp: the counters count a planned token, too.
+DEVICE void count_planned(const Args& a, const Counters& s, u32 t, const Plan& plan)
+{
+    const u32 lane = lane_id(), expert = plan.expert[lane];
+    if (expert != NO_EXPERT) atomicAdd(&s.expert_count[expert], 1u);
+    if (lane < plan.num_dest) atomicAdd(&s.rank_count[plan.rank[lane]], 1u);
+    if (REMOTE) count_remote_planned(a, s.remote, t, plan);
 }
 
 // Word i of the meta for destination d.
@@ -200,9 +139,9 @@ DEVICE u32 meta_word(const Args& a, const Plan& plan, u32 t, u32 d, u32 i)
 }
 
 // ---- block 0: numbers for everybody ---------------------------------------------------------------
+// Word 1, 2 ... for `dest`; word 0 is the number of its records.
 DEVICE u32 head_count(const Counters& s, u32 dest, u32 word)
 {
-    if (word == 0) return s.rank_count[dest];
     if (word <= MAX_LOCAL) {
         const u32 e = word - 1;
         return e < rank_num_experts(dest) ? s.expert_count[rank_first_expert(dest) + e] : 0;
@@ -213,24 +152,27 @@ DEVICE u32 head_count(const Counters& s, u32 dest, u32 word)
     return LAYOUT == LAYOUT_RANK ? s.rank_count[i] : s.expert_count[i];
 }
 
+DEVICE void send_head_word(const Args& a, const Counters& s, u32 dest, u32 word, u64 value)
+{
+    if (REMOTE && s.peer[dest] == 0)
+        stage_head_word(a, dest, word, value);
+    else
+        st_relaxed_sys(head_words(s.peer[dest], a, a.rank) + word, value);
+}
+
+// The first words also say that older combine rows have been read: a fence of the last warp, which
+// sends them, came before. Not a release each: that would be a trip to memory after the counting.
 DEVICE void send_heads(const Args& a, const Counters& s, u64 epoch)
 {
-    for (u64 i = threadIdx.x; i < NUM_RANKS * HEAD_WORDS; i += blockDim.x) {
-        const u32 dest = (u32)(i / HEAD_WORDS), word = (u32)(i % HEAD_WORDS);
-        u64* at = head_words(s.peer[dest], a, a.rank) + word;
-        const u64 value = count_word(epoch, head_count(s, dest, word));
-        if (REMOTE && s.peer[dest] == 0) {
-            stage_head_word(a, dest, word, value);
-            continue;
-        }
-        if (word == 0)
-            st_release_sys(at, value);
-        else
-            st_relaxed_sys(at, value);
+    if (warp_id() == num_warps() - 1)
+        for (u32 dest = lane_id(); dest < NUM_RANKS; dest += WARP_SIZE)
+            send_head_word(a, s, dest, 0, count_word(epoch, s.rank_count[dest]));
+    for (u32 i = threadIdx.x; i < NUM_RANKS * (HEAD_WORDS - 1); i += blockDim.x) {
+        const u32 dest = i / (u32)(HEAD_WORDS - 1), word = 1 + i % (u32)(HEAD_WORDS - 1);
+        send_head_word(a, s, dest, word, count_word(epoch, head_count(s, dest, word)));
     }
-    for (u64 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x) {
+    for (u64 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x)
         atomicAdd(local_at<u64>(a, LOC_STAT_SENT, r), (u64)s.rank_count[r]);
-    }
 }
 
 DEVICE void check_values(const Args& a, u32 tokens, u64 epoch)
@@ -254,6 +196,37 @@ DEVICE void check_values(const Args& a, u32 tokens, u64 epoch)
     }
 }
 
+// ---- may this slot be written? ------------------------------------------------------------------
+// What dispatch_send looks at first. It goes on at once, with what only fills shared memory and local
+// tables, and asks for the verdict (may_send) before it writes to a peer.
+struct SendState {
+    u64 read;   // the slot's last epoch whose records this rank has read
+    u64 abort;
+    u64 ack;    // the last warp: lowest epoch that a rank has acknowledged
+};
+
+// Fills the tables in shared memory and finds the epoch.
+DEVICE SendState begin_send(const Args& a, const Counters& s, u64* epoch)
+{
+    clear_counts(s);
+    for (u64 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x) s.peer[r] = peer_base(a, r);
+    wait_for_earlier_kernels();
+    let_next_kernel_start();
+    SendState state;
+    state.read = ld(read_word(a));
+    state.abort = load_abort(a);
+    state.ack = ~0ull;
+    if (warp_id() == num_warps() - 1)
+        for (u64 r = lane_id(); r < NUM_RANKS; r += WARP_SIZE)
+            state.ack = min(state.ack, is_remote(a, r) ? known_ack(a, r)
+                                                       : ld_acquire_sys(ack_flag(a.symmetric, a, r)));
+    if (blockIdx.x == 0 && warp_id() == num_warps() - 1) __threadfence_system();  // see send_heads
+    *epoch = state.read + 1;
+    note_epoch(*epoch);
+    __syncthreads();  // counters are clear
+    return state;
+}
+
 // Every rank has read what this slot's previous handle sent it.
 DEVICE bool acks_arrived(const Args& a, u64 epoch)
 {
@@ -270,37 +243,20 @@ DEVICE bool acks_arrived(const Args& a, u64 epoch)
     return __syncthreads_and(ok);
 }
 
-// Begins dispatch_send: fills the tables in shared memory, finds the epoch and whether the slot may be written. The words needed are
-// read together, since usually all is well; only else does anybody look again.
-DEVICE bool begin_send(const Args& a, const Counters& s, u64* epoch)
+// A barrier, too. Usually all is well; only else does anybody look again.
+DEVICE bool may_send(const Args& a, const SendState& state, u64 epoch)
 {
-    clear_counts(s);
-    for (u64 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x) s.peer[r] = peer_base(a, r);
-    wait_for_earlier_kernels();
-    const u64 read = ld(read_word(a));
-    const u64 abort = load_abort(a);
-    const bool look = threadIdx.x < NUM_RANKS;
-    u64 ack = read;
-    if (look)
-        ack = is_remote(a, threadIdx.x) ? known_ack(a, threadIdx.x)
-                                        : ld_acquire_sys(ack_flag(a.symmetric, a, threadIdx.x));
-    *epoch = read + 1;
-    note_epoch(*epoch);
-    const bool well = abort == 0 && ack >= read && NUM_RANKS <= blockDim.x;
-    const bool all_well = __syncthreads_and(well);
-    let_next_kernel_start();  // every block that gets here has read its words
-    if (all_well) return true;
-    if (__syncthreads_or(threadIdx.x == 0 && aborted(a, abort, *epoch))) return false;
-    return acks_arrived(a, *epoch);
+    if (__syncthreads_and(state.abort == 0 && state.ack >= state.read)) return true;
+    if (__syncthreads_or(threadIdx.x == 0 && aborted(a, state.abort, epoch))) return false;
+    return acks_arrived(a, epoch);
 }
 
-// Block 0 counts everything, from cleared counters, and tells all ranks. The counters are clear again
-// afterwards, for a block 0 that also sends.
-DEVICE void announce(const Args& a, const Counters& s, u32 tokens, u64 epoch)
+// Block 0, which has counted everything, tells all ranks. The counters are clear afterwards, for a
+// block 0 that also sends. False as in wait_for.
+DEVICE bool announce(const Args& a, const Counters& s, u32 tokens, const SendState& state, u64 epoch)
 {
     if (REMOTE) count_remote(a, 0, tokens, s.remote.records, s.remote.rows);
-    count_tokens(a, s, 0, tokens);
-    __syncthreads();
+    if (!may_send(a, state, epoch)) return false;
     if (REMOTE) plan_heads(a, s.remote);
     send_heads(a, s, epoch);
     if (REMOTE) send_staged_heads(a, epoch);
@@ -309,23 +265,9 @@ DEVICE void announce(const Args& a, const Counters& s, u32 tokens, u64 epoch)
         st(local_at<u32>(a, LOC_NUM_TOKENS, a.slot), tokens);
         st(sent_word(a), epoch);
     }
+    if (gridDim.x > 1) return true;
     __syncthreads();
     clear_counts(s);
     __syncthreads();
-}
-
-// Tokens [first, last) are this block's: a contiguous share, since what comes before is counted.
-struct Share {
-    u32 first, last;
-};
-
-DEVICE Share token_share(u32 tokens)
-{
-    const u32 senders = gridDim.x > 1 ? gridDim.x - 1 : 1;  // block 0 announces
-    const u32 sender = gridDim.x > 1 ? blockIdx.x - 1 : 0;
-    const u32 each = (tokens + senders - 1) / senders;
-    Share share;
-    share.first = sender * each < tokens ? sender * each : tokens;
-    share.last = share.first + each < tokens ? share.first + each : tokens;
-    return share;
+    return true;
 }

@@ -180,6 +180,34 @@ DEVICE bool wait_flag(const Args& a, const u64* flag, u64 epoch, Awaited who)
     return wait_for(a, flag, FlagReached{epoch}, epoch, epoch, who, &last);
 }
 
+// A warp's lanes wait for a flag each, those that are `pending`; returns which of them have come, one
+// at least. 0 as false in wait_for.
+DEVICE u32 wait_any(const Args& a, const u64* flag, bool pending, u64 epoch, Awaited who)
+{
+    u64 word = pending ? ld_acquire_sys(flag) : 0;
+    u32 come = __ballot_sync(FULL_WARP, pending && word >= epoch);
+    if (come) return come;
+    if (pending) note_wait(flag, epoch);
+    const u64 start = global_timer_ns();
+    for (u32 spins = 1;; ++spins) {
+        const bool look = poll_rarely(spins);
+        if (pending) word = ld_acquire_sys(flag);
+        come = __ballot_sync(FULL_WARP, pending && word >= epoch);
+        const u32 first = (u32)__ffs(__ballot_sync(FULL_WARP, pending)) - 1;
+        const bool late =
+            come && __any_sync(FULL_WARP, spins >= FIRST_LOOK && lane_id() == first && too_late(a, start));
+        if (come && !late) {
+            if (pending && word >= epoch)
+                atomicAdd(local_at<u64>(a, LOC_STAT_WAIT_NS, who.phase * NUM_RANKS + who.peer),
+                          global_timer_ns() - start);
+            return come;
+        }
+        if (!look && !late) continue;
+        const bool over = lane_id() == first && given_up(a, start, late, who, epoch, epoch, word);
+        if (__any_sync(FULL_WARP, over)) return 0;
+    }
+}
+
 // Begins a combine stage. False if there is nothing to do: the group has given up, or the step
 // overflowed everywhere. Threads may differ in what they see of the former.
 DEVICE bool begin_combine(const Args& a, u64* epoch)

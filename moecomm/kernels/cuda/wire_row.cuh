@@ -79,24 +79,38 @@ DEVICE Chunk wire_chunk(const Args& a, u32 t, u64 c, float* scale)
 }
 #endif
 
-// Makes token t's row and hands it out in pieces: row_chunk(c, chunk), row_scale(block, scale).
-// All threads of the block take part.
-template <class Sink>
-DEVICE void make_row(const Args& a, u32 t, Sink& sink)
-{
-    const u64 chunks = Row<WIRE_DTYPE>::num_chunks();
-    for (u64 base = warp_id() * WARP_SIZE; base < chunks; base += blockDim.x) {
-        const u64 c = base + lane_id();
-        float scale = 0.0f;
-        const Chunk chunk = wire_chunk(a, t, c, &scale);
-        if (c >= chunks) continue;
-        sink.row_chunk(c, chunk);
-#if INPUT_DTYPE != WIRE_DTYPE
-        if (SCALE_BLOCK && c * 16 % SCALE_BLOCK == 0) sink.row_scale(c * 16 / SCALE_BLOCK, scale);
+// Chunks that a thread has under way; a cast holds 16 floats for each.
+#if INPUT_DTYPE == WIRE_DTYPE
+#define ROW_CHUNKS CHUNKS_AT_ONCE
+#else
+#define ROW_CHUNKS 2u
 #endif
+
+// Makes token t's row and hands it out in pieces: row_chunk(c, chunk), row_scale(block, scale).
+// `workers` warps take part; the caller is number `worker`.
+template <class Sink>
+DEVICE void make_row(const Args& a, u32 t, u32 worker, u32 workers, Sink& sink)
+{
+    const u64 num = Row<WIRE_DTYPE>::num_chunks(), stride = workers * WARP_SIZE;
+    for (u64 base = worker * WARP_SIZE; base < num; base += ROW_CHUNKS * stride) {
+        Chunk chunks[ROW_CHUNKS];
+        float scales[ROW_CHUNKS];
+        UNROLL for (u32 n = 0; n < ROW_CHUNKS; ++n)
+            if (base + n * stride < num)
+                chunks[n] = wire_chunk(a, t, base + n * stride + lane_id(), scales + n);
+        UNROLL for (u32 n = 0; n < ROW_CHUNKS; ++n) {
+            const u64 c = base + n * stride + lane_id();
+            if (c >= num) continue;
+            sink.row_chunk(c, chunks[n]);
+#if INPUT_DTYPE != WIRE_DTYPE
+            if (SCALE_BLOCK && c * 16 % SCALE_BLOCK == 0)
+                sink.row_scale(c * 16 / SCALE_BLOCK, scales[n]);
+#endif
+        }
     }
 #if INPUT_DTYPE == WIRE_DTYPE
-    for (u64 b = threadIdx.x; b < NUM_SCALES; b += blockDim.x) sink.row_scale(b, given_scale(a, t, b));
+    for (u64 b = worker * WARP_SIZE + lane_id(); b < NUM_SCALES; b += stride)
+        sink.row_scale(b, given_scale(a, t, b));
 #endif
 }
 

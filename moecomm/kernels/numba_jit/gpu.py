@@ -14,7 +14,7 @@ from moecomm.cache import default_cache, key_of
 from moecomm.errors import CompileError
 from moecomm.kernels import choice, source
 from moecomm.kernels.args import ARG_FIELDS
-from moecomm.kernels.geometry import Block
+from moecomm.kernels.geometry import Block, Machine
 from moecomm.kernels.gpu import GpuKernels
 from moecomm.kernels.jit import Compiled, LinkInput, Toolchain, compile_source, numba_cuda
 from moecomm.kernels.numba_jit.lowered import Lowered, files, lower
@@ -45,8 +45,8 @@ class GpuPythonKernels(GpuKernels):
         self._sources = sources
         super().__init__(layout, index)
 
-    def _block(self) -> Block:
-        return BLOCK
+    def _machine(self, stage: str, multiprocessors: int) -> Machine:
+        return Machine(BLOCK.per_sm * multiprocessors, BLOCK.threads)
 
     def _compile(self, stage: str, code: int) -> tuple[str, Compiled]:
         return stage, compile_stage(self._sources, self._layout, stage, code, self._arch)
