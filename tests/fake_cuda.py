@@ -66,6 +66,7 @@ class FakeDriver:
         self.fail = set(fail)
         self.live: Counter[str] = Counter()  # what has been taken and not given back
         self.launches: list[tuple[Any, ...]] = []
+        self.started_early: set[str] = set()  # kernels launched with programmatic serialization
         self.log: list[tuple[Any, ...]] = []  # events and waits
         self.capturing: set[int] = set()
         self._handles: dict[int, tuple[int, int, int]] = {}  # handle → fd, nbytes, GPU
@@ -273,6 +274,8 @@ class FakeDriver:
         address = ctypes.c_void_p.from_address(pointers).value
         stream = int(config.hStream)
         self.launches.append((function, shape, config.sharedMemBytes, stream, address))
+        if config.numAttrs:
+            self.started_early.add(function)
         return self._ok()
 
     # ---- inside ----------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from fake_gpu import GpuArray
 from threads import run_threads
 
 import moecomm as mc
-from moecomm.kernels.args import Args
+from moecomm.kernels.args import ArgBlock, Args
 from moecomm.kernels.gpu import GpuKernels
-from moecomm.kernels.stages import STAGES
+from moecomm.kernels.stages import STAGES, input_codes
 from moecomm.runtime import cuda as cuda_runtime
 from moecomm.runtime import devices
 from moecomm.runtime.streams import Streams
@@ -84,12 +84,30 @@ def test_kernels_may_use_more_shared_memory_than_the_default(
     assert {(what, value) for _, what, value in asked} == {(name, 60_000)}
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_sending_halves_start_early_only_where_a_rank_has_a_gpu_of_its_own(
+    gpus: FakeDriver, shared: bool
+) -> None:
+    for gpu in gpus.gpus:
+        gpu.attributes["COMPUTE_CAPABILITY_MAJOR"] = 9
+
+    layout = mc.Layout(CFG, 2, 0)
+    kernels = GpuKernels(layout, 0, shared=shared)
+    for stage in STAGES:
+        code = input_codes(CFG)[0] if stage == "dispatch_send" else 0
+        kernels.launch(stage, ArgBlock(Args()), 1, code, 0)
+    kernels.close()
+    early = {name.removesuffix("_lines") for name in gpus.started_early}
+    receiving = {"dispatch_recv", "combine_recv"}
+    assert early == (receiving if shared else set(STAGES))
+
+
 def test_one_rank_that_fails_to_load_is_everybodys_error(
     gpus: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken(GpuKernels):
-        def __init__(self, layout: Any, index: int, link: Any) -> None:
-            super().__init__(layout, index, link)
+        def __init__(self, layout: Any, index: int, link: Any, *, shared: bool) -> None:
+            super().__init__(layout, index, link, shared=shared)
             if layout.rank == 1:
                 self.close()
                 raise mc.CompileError("no such instruction")

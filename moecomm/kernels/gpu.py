@@ -24,10 +24,19 @@ class GpuKernels:
 
     Compiled and loaded at construction, with every attribute set: the first launch may be inside
     a graph capture, where none of that is allowed. ``link``: what every one of them is linked with.
+    ``shared``: other ranks compute on the same GPU.
     """
 
-    def __init__(self, layout: Layout, index: int, link: Sequence[LinkInput] = ()) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        index: int,
+        link: Sequence[LinkInput] = (),
+        *,
+        shared: bool = True,
+    ) -> None:
         self._index = index
+        self._shared = shared
         self._link = link
         self._layout = layout
         multiprocessors = attribute(index, "MULTIPROCESSOR_COUNT")
@@ -85,7 +94,9 @@ class GpuKernels:
         early = cu.CUlaunchAttribute()
         early.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         early.value.programmaticStreamSerializationAllowed = 1
-        if self._early_start:
+        # A sending half that has started early only waits, for its own rank's kernels; where those
+        # wait for another rank of the same GPU, it would hold the room which that one needs.
+        if self._early_start and (stage.endswith("_recv") or not self._shared):
             config.attrs, config.numAttrs = [early], 1
         if len(self._configs) >= MAX_CONFIGS:  # somebody makes streams anew all the time
             self._configs.clear()

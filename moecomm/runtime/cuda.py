@@ -63,6 +63,8 @@ class CudaRuntime:
             group, "device", lambda: choose_index(group, index, timeout_s), timeout_s
         )
         self.device: Device = ("cuda", self._index)
+        uuid = cuda_driver.device_uuid(self._index).encode()
+        self._shared = len(set(group.all_gather(uuid, timeout_s))) < group.size
         try:
             together(group, "load", self._load, timeout_s)
             self._memory = self._open_memory(transport)
@@ -145,7 +147,7 @@ class CudaRuntime:
     def _make_kernels(self) -> GpuKernels:
         if self._sources is None:
             link = find_copy().link if self._puts else ()
-            return GpuKernels(self._layout, self._index, link)
+            return GpuKernels(self._layout, self._index, link, shared=self._shared)
         from moecomm.kernels.numba_jit.gpu import GpuPythonKernels
 
         return GpuPythonKernels(self._layout, self._index, self._sources)

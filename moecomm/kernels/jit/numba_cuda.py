@@ -36,12 +36,21 @@ def load() -> Any:
         raise CompileError(
             f"Python functions cannot be compiled for a GPU here: {error}. Run {INSTALL}"
         ) from error
-    if toolchain.nvvm is None:
-        raise CompileError(
-            "Python functions cannot be compiled for a GPU here: Python package nvidia-nvvm is not "
-            f"installed. Run {INSTALL}"
-        )
+    if toolchain.nvvm is None:  # no wheel; a CUDA toolkit has one, too
+        _check_nvvm()
     return module
+
+
+def _check_nvvm() -> None:
+    """Raise ``CompileError`` where numba-cuda finds no NVVM."""
+    nvvm = importlib.import_module("numba.cuda.cudadrv.nvvm")
+    try:
+        nvvm.NVVM()
+    except Exception as error:  # noqa: BLE001, it has many
+        raise CompileError(
+            "Python functions cannot be compiled for a GPU here: neither the Python package "
+            f"nvidia-nvvm nor a CUDA toolkit's NVVM is there ({error}). Run {INSTALL}"
+        ) from error
 
 
 def identity() -> str:
