@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Final
 
@@ -9,6 +10,7 @@ from moecomm import env
 from moecomm.agreement import SETUP_S, together
 from moecomm.config import MoeConfig
 from moecomm.cuda_driver import attribute
+from moecomm.errors import ConfigError
 from moecomm.group import Group
 from moecomm.kernels.nvshmem_link import check_versions, find_copy
 from moecomm.layout import Layout
@@ -36,11 +38,7 @@ def choose(cfg: MoeConfig, group: Group, index: int | None) -> Remote | None:
     timeout_s = max(cfg.timeout_s, SETUP_S)
     index = together(group, "device", lambda: choose_index(group, index, timeout_s), timeout_s)
     together(group, "nvshmem", lambda: _check(index), timeout_s)
-    puts = Remote(mode="nvshmem", chunk=NETWORK_CHUNK)
-    areas = Layout(cfg, group.size, group.rank, puts).areas if cfg.wire != "lines" else None
-    bulk = 0 if areas is None else areas.flags.nbytes + areas.bulk.nbytes
-    need = Layout(cfg, group.size, group.rank).symmetric.nbytes + bulk
-    with open_memory(group, index, need) as memory:
+    with open_memory(group, index, _most_bytes(cfg, group)) as memory:
         region = memory.allocate(PROBE_BYTES)
         reachable, mapped = memory.everybody_reachable(region), memory.everybody_mapped(region)
     if reachable:
@@ -50,6 +48,18 @@ def choose(cfg: MoeConfig, group: Group, index: int | None) -> Remote | None:
     chunk = int(told[0])  # the environment may differ between ranks
     logger.info("rank %d: kernels put with NVSHMEM, %d rows at once", group.rank, chunk)
     return Remote(mode="nvshmem", chunk=chunk)
+
+
+def _most_bytes(cfg: MoeConfig, group: Group) -> int:
+    """What the communicator takes of the heap, where kernels put; where they must not, less."""
+    bulk = 0
+    with contextlib.suppress(ConfigError):
+        areas = Layout(
+            cfg, group.size, group.rank, Remote(mode="nvshmem", chunk=NETWORK_CHUNK)
+        ).areas
+        assert areas is not None
+        bulk = areas.flags.nbytes + areas.bulk.nbytes
+    return Layout(cfg, group.size, group.rank).symmetric.nbytes + bulk
 
 
 def _check(index: int) -> bool:

@@ -30,7 +30,7 @@ T = TypeVar("T")
 ALIGN: Final = 1 << 21  # blocks of few sizes are found again more often
 SIZE_VARIABLE: Final = "NVSHMEM_SYMMETRIC_SIZE"
 LEAST_HEAP_BYTES: Final = 1 << 30
-SPARE: Final = 4  # communicators like the first one that the heap has room for
+SPARE: Final = 2  # communicators like the first one that the heap has room for
 
 
 @dataclass(frozen=True, slots=True)
