@@ -36,11 +36,6 @@ PROXIED = {
         "    __syncthreads();\n    if (REMOTE == 1 && threadIdx.x == 0) ring(a, DOOR_HEAD, epoch);",
         "    if (REMOTE == 1 && threadIdx.x == 0) ring(a, DOOR_HEAD, epoch);",
     ),
-    "private-records-rung-by-the-first-block": Mutation(
-        "remote_send.cuh",
-        "part_done(a, DOOR_PRIVATE, parts, epoch);",
-        "ring(a, DOOR_PRIVATE, epoch);",
-    ),
     "records-rung-by-the-first-block": Mutation(
         "remote_send.cuh",
         "part_done(a, DOOR_RECORDS, parts, epoch);",
@@ -131,7 +126,7 @@ def _in_mode(found: dict[str, Mutation], mode: str) -> dict[str, Mutation]:
 MUTATIONS = {
     **PROXIED,
     **_in_mode(WAITS, "proxied"),
-    **_in_mode(WAITS, "nvshmem"),
+    **_in_mode({"rows-of-any-epoch": WAITS["rows-of-any-epoch"]}, "nvshmem"),
     **_in_mode(NVSHMEM, "nvshmem"),
 }
 
