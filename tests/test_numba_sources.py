@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import moecomm as mc
+from moecomm.codecs import fp8
 from moecomm.kernels import args, choice, geometry, source
 from moecomm.kernels.numba import (
     combine_recv,
@@ -23,6 +24,9 @@ from moecomm.kernels.numba_jit.problem import numbers
 from moecomm.kernels.numba_jit.sources import MACHINE, package_files, read
 from moecomm.kernels.stages import STAGES
 from moecomm.layout import LAYOUT_CODES
+from moecomm.remote import Remote
+from moecomm.runtime import open_runtime
+from moecomm.store_local import LocalStore
 
 BASE = {"num_experts": 7, "top_k": 3, "hidden": 40, "max_tokens": 8}
 SHIM = re.compile(r"^SHIM i64 moe_(\w+)\(([^)]*)\)", re.MULTILINE)
@@ -164,3 +168,13 @@ def test_the_wire_of_kernels_in_python() -> None:
     assert choice.fitting(cfg, None) is cfg
     with pytest.raises(mc.ConfigError, match="wire='lines': kernels in Python"):
         choice.fitting(mc.MoeConfig(**BASE, wire="lines"), read())
+
+
+def test_what_kernels_in_python_do_not_serve() -> None:
+    with pytest.raises(mc.ConfigError, match="kernels in Python call no codecs"):
+        choice.fitting(mc.MoeConfig(**BASE, codec=fp8(16)), read())
+    cfg = mc.MoeConfig(**BASE, wire="flags")
+    remote = mc.Layout(cfg, 2, 0, Remote(mode="proxied"))
+    group = mc.Group(0, 1, LocalStore())
+    with pytest.raises(mc.ConfigError, match=r"these peers are remote \(transport='nvshmem'\)"):
+        open_runtime(remote, group, "nvshmem", "cpu", read())
