@@ -47,19 +47,24 @@ def plan_return(a: Args, j: int) -> None:
     sync_warp()  # no lane still reads the plan of the record before
     kept = a.slot * NUM_GROUPS * MAX_TOKENS + j
     meta = a.local + LOC_META + kept * META_BYTES
-    expert = load_i32(meta + 4 * (META_EXPERT + k)) if k < TOP_K else NO_EXPERT
+    # All that is needed, read in one go: loads that wait for no other take the time of one.
+    slot = k < TOP_K
+    expert = load_i32(meta + 4 * (META_EXPERT + k)) if slot else NO_EXPERT
+    weight = load_u32(meta + 4 * (META_EXPERT + 2 * TOP_K + k)) if slot else 0
+    row = load_u32(a.local + LOC_ROW_OF + 4 * (kept * TOP_K + k)) if slot else 0
+    token, group = load_u32(meta + 4 * META_TOKEN), load_u32(meta + 4 * META_GROUP)
+    own_place = load_u32(meta + 4 * META_PLACE)
+
     wanted = k == 0 if LAYOUT == LAYOUT_RANK else expert != NO_EXPERT
     lanes = ballot(wanted)
     if wanted:
         i = popcount(lanes & (1 << k) - 1)
-        row = load_u32(a.local + LOC_ROW_OF + 4 * (kept * TOP_K + k))
-        place = load_u32(meta + 4 * META_PLACE) if ROWS_PER_RANK else k
         put_shared_i64(Y_ROWS + 8 * i, a.y + row * a.y_stride)
-        put_shared_i32(Y_PLACES + 4 * i, place)
-        put_shared_i32(Y_WEIGHTS + 4 * i, load_u32(meta + 4 * (META_EXPERT + 2 * TOP_K + k)))
+        put_shared_i32(Y_PLACES + 4 * i, own_place if ROWS_PER_RANK else k)
+        put_shared_i32(Y_WEIGHTS + 4 * i, weight)
     if k == 0:
-        put_shared_i32(Y_TOKEN, load_u32(meta + 4 * META_TOKEN))
-        put_shared_i32(Y_GROUP, load_u32(meta + 4 * META_GROUP))
+        put_shared_i32(Y_TOKEN, token)
+        put_shared_i32(Y_GROUP, group)
         put_shared_i32(NUM_Y, popcount(lanes))
 
 

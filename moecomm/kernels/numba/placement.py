@@ -288,17 +288,18 @@ def plan_record(a: Args, meta: int, j: int, group: int) -> None:
     caller and the combine stages want to know."""
     k = lane_id()
     expert = load_i32(meta + 4 * (META_EXPERT + k)) if k < TOP_K else NO_EXPERT
+    index = load_u32(meta + 4 * (META_EXPERT + TOP_K + k)) if k < TOP_K else 0
+    token = load_i32(meta + 4 * META_TOKEN)
     wanted = k == 0 if LAYOUT == LAYOUT_RANK else expert != NO_EXPERT
     row = j
     if LAYOUT != LAYOUT_RANK and wanted:
-        index = load_u32(meta + 4 * (META_EXPERT + TOP_K + k))
         row = first_row(a, expert) + shared_u32(rows_before(a, group, expert)) + index
     lanes = ballot(wanted)
     if wanted:
         i = popcount(lanes & (1 << k) - 1)
         put_shared_i32(ROWS + 4 * i, row)
         put_shared_i64(ROW_AT + 8 * i, recv_row(a, row))
-        set_source(a, row, group, load_i32(meta + 4 * META_TOKEN))
+        set_source(a, row, group, token)
     if k == 0:
         put_shared_i32(NUM_COPIES, popcount(lanes))
     keep_record(a, meta, j, expert, row, wanted)

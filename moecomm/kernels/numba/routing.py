@@ -76,10 +76,10 @@ def begin_send(a: Args) -> int:
     abort = load_abort(a)
     epoch = last + 1
     note_epoch(epoch)
-    ok = thread_id() > 0 or not aborted(a, abort, epoch)
+    ok = True
     for r in range(thread_id(), NUM_RANKS, NUM_THREADS):
         ok = ok and ack_arrived(a, r, last, epoch)  # it has read what this slot sent it last
-    ok = all_threads(ok)
+    ok = all_threads(ok and (thread_id() > 0 or not aborted(a, abort, epoch)))
     let_next_kernel_start()
     return epoch if ok else -1
 
