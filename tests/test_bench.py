@@ -50,10 +50,20 @@ def test_the_oracle_agrees_with_the_kernels(name: str, which: str) -> None:
         assert faults == []
 
 
+@pytest.mark.parametrize("name", ["cast", "rank"])
+def test_the_oracle_agrees_with_the_kernels_in_python(name: str) -> None:
+    """The exchange that is measured has their wire."""
+    chosen = options(**CHOICES[name], kernels="numba")
+    (case,) = chosen.cases()
+    assert chosen.config(case).wire == "flags"
+    for faults in run_threads(_exchange, 3, chosen, case):
+        assert faults == []
+
+
 def _exchange(group: mc.Group, chosen: Options, case: Case) -> list[str]:
     cfg = chosen.config(case)
     given = make_inputs(cfg, case, group.size, chosen.seed, "cpu")
-    with mc.MoeComm(cfg, group, device="cpu") as comm:
+    with mc.MoeComm(cfg, group, device="cpu", kernels=chosen.kernels) as comm:
         exchange = Exchange(comm, given)
         faults = check_exchange(exchange, given)
         exchange.pair()  # what is timed gives the same

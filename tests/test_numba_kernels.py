@@ -254,5 +254,12 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu.compile_object(lowered)
 
 
+def test_with_numba_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    (lowered,) = lower_one(None, "rank_first_expert")
+    monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+    with pytest.raises(mc.CompileError, match="NUMBA_DISABLE_JIT is set"):
+        cpu.compile_object(lowered)
+
+
 def lower_one(user: Path | None, name: str) -> list[Any]:
     return [part for part in lower(read(user), "dispatch_send") if part.name == name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import threading
 import warnings
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +14,7 @@ from moecomm.errors import CompileError
 from moecomm.kernels.numba_jit.lowered import Lowered
 
 FORMAT: Final = "1"  # of the object files
+_LOCK: Final = threading.Lock()  # of `warnings`, whose filters are everybody's
 # Line numbers for the emulator's reports, in code that is optimised all the same.
 _OPTIONS: Final[dict[str, Any]] = {
     "nogil": True,
@@ -74,7 +76,7 @@ def compile_object(lowered: Lowered) -> bytes:
 def _compile(numba: Any, lowered: Lowered, file: str) -> Any:
     int64 = numba.types.int64
     arguments = (int64,) * lowered.num_parameters
-    with warnings.catch_warnings():
+    with _LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore", numba.NumbaDebugInfoWarning)
         compiled = numba.njit(int64(*arguments), **_OPTIONS)(lowered.bind(_external, file))
     return compiled.overloads[arguments]
@@ -116,6 +118,8 @@ def _numba() -> Any:
         raise CompileError(
             f"kernels='numba' needs the package numba ({error}). Run pip install numba"
         ) from error
+    if numba.config.DISABLE_JIT:
+        raise CompileError("kernels='numba' cannot be compiled while NUMBA_DISABLE_JIT is set")
     return numba
 
 
