@@ -17,6 +17,7 @@ from moecomm.cuda_driver import current
 from moecomm.errors import PeerTimeout, TransportError, TransportUnavailable
 
 T = TypeVar("T")
+INITIALIZED: Final = 2  # NVSHMEM_STATUS_IS_INITIALIZED; more with several PEs a GPU
 INSTALL: Final = 'pip install "moecomm[nvshmem]"'
 
 
@@ -43,12 +44,22 @@ class Library:
         return ctypes.string_at(made.ptr, made._data.nbytes)
 
     def init(self, rank: int, size: int, unique_id: bytes) -> None:
-        """Become PE ``rank`` of ``size``, on the current CUDA device. Collective."""
+        """Become PE ``rank`` of ``size``, on the current CUDA device. Collective.
+
+        Raises:
+            TransportError: the PEs have met, but there is no heap: it found no device.
+        """
         bindings = self._bindings
         given, attributes = bindings.uniqueid(), bindings.InitAttr()
         ctypes.memmove(given.ptr, unique_id, len(unique_id))
         bindings.set_attr_uniqueid_args(rank, size, given.ptr, attributes.ptr)
         bindings.hostlib_init_attr(bindings.Flags.INIT_WITH_UNIQUEID, attributes.ptr)
+        status = bindings.init_status()
+        if status < INITIALIZED:
+            raise TransportError(
+                f"nvshmem_init: no heap on this process's GPU (nvshmemx_init_status is {status})",
+                transport="nvshmem", operation="nvshmem_init", code=status,
+            )  # fmt: skip
 
     def allocate(self, nbytes: int) -> int:
         """Address of new symmetric memory; 0: the heap has no room. Collective."""
