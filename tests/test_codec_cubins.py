@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 import pytest
-from codec_examples import Int8PerToken, OffsetBinary, Steps16, Truncated
+from codec_examples import Int8PerToken, Steps16, Truncated
 
 import moecomm as mc
 from moecomm import dtypes
@@ -61,7 +61,7 @@ def test_int8_is_inlined(wire: str, stage: str, arch: str) -> None:
     assert [line for line in others if arch != "sm_80" or not BRANCH.search(line)] == []
 
 
-@pytest.mark.parametrize("codec", [OffsetBinary, mc.codecs.fp8(128)], ids=str)
+@pytest.mark.parametrize("codec", [mc.codecs.fp8(128)], ids=str)
 def test_other_codecs_are_inlined_too(codec: mc.Codec) -> None:
     for stage in STAGES:
         compiled, layout = build(codec, "lines", stage, "sm_90")

@@ -68,6 +68,9 @@ def address_names() -> list[str]:
     return [f"CODEC_AT_{name}" for name in FUNCTIONS]
 
 
+INPUT: Final = "CODEC_INPUT"  # the emulator's last number: the element type of this launch's input
+
+
 def addresses(codec: Codec | None) -> list[int]:
     """The functions' addresses in this process, in the order of ``address_names``.
 

@@ -69,7 +69,7 @@ class EmulatedKernels:
         """What the program's configuration words are."""
         if self._words is None:
             self._words = tuple(emulator_table(self._layout))
-        return self._words
+        return self._words if self._layout.cfg.coded is None else (*self._words, input_code)
 
 
 @functools.cache

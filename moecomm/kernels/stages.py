@@ -59,14 +59,16 @@ def emulator_defines(layout: Layout, stage: str, input_code: int) -> dict[str, i
     """Numbers come from a table at run time: one compile a dtype serves every problem."""
     names = list(layout.constants)
     if coding.calls(layout.cfg, stage):
-        names += [*coding.constants(layout), *coding.address_names()]
+        names += [*coding.constants(layout), *coding.address_names(), coding.INPUT]
+        input_code = dtypes.BF16  # any: all of them are one program
     table = {name: f"(emu::config()[{i}])" for i, name in enumerate(names)}
     shape = {"BLOCK_THREADS": EMULATOR.threads, "SM_BLOCKS": 1, "HAS_REMOTE": 1}
     return {**table, **shape, **dtype_defines(layout, stage, input_code)}
 
 
 def emulator_table(layout: Layout) -> list[int]:
-    """What ``emulator_defines`` looks up; addresses of functions are this process's own.
+    """What ``emulator_defines`` looks up; addresses of functions are this process's own. With a
+    codec, the input's code comes behind it.
 
     Raises: ``CodecError``, ``CompileError``: the codec's functions cannot be called.
     """

@@ -13,7 +13,14 @@ DEVICE Columns load_columns(const Args& a, u32 t, u64 c)
 {
     Columns columns;
     for (u32 i = 0; i < WireRow::kElems; ++i) columns.values[i] = 0.0f;
-    if (c < WireRow::num_chunks()) load_floats(a, t, c, columns.values);
+    if (c >= WireRow::num_chunks()) return columns;
+#ifdef CODEC_INPUT  // the emulator: one compile for all inputs
+    if (CODEC_INPUT == DTYPE_F32) load_floats<DTYPE_F32>(a, t, c, columns.values);
+    if (CODEC_INPUT == DTYPE_F16) load_floats<DTYPE_F16>(a, t, c, columns.values);
+    if (CODEC_INPUT == DTYPE_BF16) load_floats<DTYPE_BF16>(a, t, c, columns.values);
+#else
+    load_floats<INPUT_DTYPE>(a, t, c, columns.values);
+#endif
     return columns;
 }
 

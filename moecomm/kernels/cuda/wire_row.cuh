@@ -5,15 +5,16 @@
 
 #if INPUT_DTYPE != WIRE_DTYPE
 // The columns of chunk c (16 bytes on the wire) of token t's row.
+template <int D>
 DEVICE void load_floats(const Args& a, u32 t, u64 c, float values[Row<WIRE_DTYPE>::kElems])
 {
-    typedef Row<INPUT_DTYPE> In;
+    typedef Row<D> In;
     const void* row = (const void*)(a.x + t * a.x_stride);
     const u32 chunks = Row<WIRE_DTYPE>::kElems / In::kElems;
     for (u32 i = 0; i < chunks; ++i) {
         Chunk chunk = In::load(row, c * chunks + i, a.x_aligned);
         for (u32 j = 0; j < In::kElems; ++j)
-            values[i * In::kElems + j] = decode<INPUT_DTYPE>(get<In::Elem>(chunk, j));
+            values[i * In::kElems + j] = decode<D>(get<typename In::Elem>(chunk, j));
     }
 }
 #endif
@@ -62,7 +63,7 @@ DEVICE Chunk wire_chunk(const Args& a, u32 t, u64 c, float* scale)
 {
     float values[16];
     for (u32 i = 0; i < 16; ++i) values[i] = 0.0f;
-    if (c < Row<WIRE_DTYPE>::num_chunks()) load_floats(a, t, c, values);
+    if (c < Row<WIRE_DTYPE>::num_chunks()) load_floats<INPUT_DTYPE>(a, t, c, values);
     float inverse = 1.0f;
     if (SCALE_BLOCK) {
         float largest = 0.0f;
