@@ -167,7 +167,8 @@ def compile_for_guest(modules: Sequence[str], environment: dict[str, str], root:
 def guest_environment() -> dict[str, str]:
     """What is set in the guest, and here while something is compiled for it."""
     path = [str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
+    kept = {n: v for n, v in os.environ.items() if n.startswith("MOECOMM_TEST_")}
+    return kept | {
         "PYTHONPATH": os.pathsep.join(path),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "MOECOMM_CACHE_DIR": str(cache_folder() / "kernels"),
