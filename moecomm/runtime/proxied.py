@@ -90,7 +90,7 @@ def start_mover(
     module = import_module(NETWORKS[transport])
     # What this rank alone lacks is everybody's error, before they meet.
     together(group, "network", lambda: module.preflight() is None, setup_s)
-    options = engine_options(layout.areas, group.size, timeout_s, **engine_fields)
+    options = engine_options(layout.areas, group.size, setup_s, **engine_fields)
     engine = module.open_engine(group, options=options)
     flags, bulk = areas
     return Mover(engine, group, layout.areas, nodes.others, flags, bulk, timeout_s, setup_s)

@@ -235,6 +235,11 @@ class TransferEngine(Writes):
         self._check_rank(rank)
         return self._control_source(nic), self._control_target(nic, rank)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """From now on, a channel on which nothing moves for so long is given up."""
+        self._check_usable()
+        self._memory.set_word(S.TIMEOUT_NS, int(timeout_s * 1e9))
+
     def worker_seconds(self) -> float:
         """Processor time that the worker has used; it uses all of one while it spins."""
         self._check_usable()

@@ -27,20 +27,16 @@ _MASK: Final = (1 << 64) - 1
 
 
 def engine_options(
-    areas: RemoteAreas, num_ranks: int, timeout_s: float, **fields: Any
+    areas: RemoteAreas, num_ranks: int, setup_s: float, **fields: Any
 ) -> EngineOptions:
-    """What an engine needs to be for a mover.
-
-    Half the kernels' time is enough for a peer to take a write: what is wrong then is known, and
-    told, before kernels can only guess.
-    """
+    """What an engine needs to be for a mover."""
     doors = areas.slots * P.OPS_A_SLOT + P.OTHER_OPS
     return EngineOptions(
         commands=max(4096, 4 * num_ranks),
         operations=16,
         program_operations=doors,
         message_bytes=0,
-        timeout_s=timeout_s / 2,
+        timeout_s=setup_s,
         **fields,
     )
 
@@ -82,8 +78,9 @@ class Mover:
             function, peers = together(
                 group, "register", lambda: self._register(flags, bulk), setup_s
             )
-            told = [blob for blob in group.all_gather(peers, setup_s, "register")]
+            told = group.all_gather(peers, setup_s, "register")
             self._block = self._fill(flags, bulk, [_unpack(blob) for blob in told])
+            together(group, "connect", lambda: self._meet(setup_s), setup_s)
             engine.hold(self._block)
             engine.set_program(function, self._at("state"), takes_arrivals=True)
         except BaseException:
@@ -156,6 +153,17 @@ class Mover:
 
         parts = [self._engine.register(region).to_bytes() for region in (flags, bulk)]
         return program.MOVE, len(parts[0]).to_bytes(4, "big") + b"".join(parts)
+
+    def _meet(self, setup_s: float) -> bool:
+        """A first write to and from every remote peer: with some networks it takes long, and the
+        first step should not. After that, half the kernels' time is enough for a peer to take a
+        write: what is wrong then is known, and told, before kernels can only guess."""
+        engine = self._engine
+        operation = engine.barrier(engine.peer_group(self._remotes), 0)
+        engine.wait_imm(0, len(self._remotes), setup_s)
+        engine.wait(operation, setup_s)
+        engine.set_timeout(self._timeout_s / 2)
+        return True
 
     def _longest(self) -> int:
         areas = self._areas
