@@ -5,27 +5,29 @@
 
 #define REMOTE_COUNTS_AT_ONCE 8u  // routing rows that a warp loads before it counts any
 
-// Adds tokens [first, last) to `records` (those of this replica) and, unless 0, to `rows`.
-DEVICE void count_remote(const Args& a, u32 first, u32 last, u32* records, u32* rows)
+// Counts all tokens, those before `begin` in `records` and `rows`, the others in `first`: records of
+// this replica, rows of all. One pass, since what it takes is waiting for the routing.
+DEVICE void count_remote(const Args& a, const RemoteCounts& c, u32 begin, u32 tokens)
 {
     const u32 per_step = WARP_SIZE / TOP_K, stride = num_warps() * per_step;
     const u32 sub = lane_id() / TOP_K, k = lane_id() % TOP_K;
     const u32 replica = (u32)(a.rank % REPLICAS);
-    for (u32 t = first + warp_id() * per_step; t < last; t += REMOTE_COUNTS_AT_ONCE * stride) {
+    for (u32 t = warp_id() * per_step; t < tokens; t += REMOTE_COUNTS_AT_ONCE * stride) {
         u32 experts[REMOTE_COUNTS_AT_ONCE];
         UNROLL for (u32 i = 0; i < REMOTE_COUNTS_AT_ONCE; ++i) {
             const u32 token = t + i * stride + sub;
-            experts[i] = sub < per_step && token < last ? expert_of(a, token, k) : NO_EXPERT;
+            experts[i] = sub < per_step && token < tokens ? expert_of(a, token, k) : NO_EXPERT;
         }
         UNROLL for (u32 i = 0; i < REMOTE_COUNTS_AT_ONCE; ++i) {
-            if (t + i * stride >= last) break;
+            if (t + i * stride >= tokens) break;
+            const u32 token = t + i * stride + sub;
             const bool named = experts[i] != NO_EXPERT;
             const u32 rank = named ? expert_rank(experts[i]) : 0;
             const bool row = is_first(same_key(named, sub << 16 | experts[i])) && named;
             const bool record = is_first(same_key(named, sub << 16 | rank)) && named;
-            if (ROWS_PER_RANK ? record : row)
-                if (rows) atomicAdd(&rows[rank], 1u);
-            if (record && (t + i * stride + sub) % REPLICAS == replica) atomicAdd(&records[rank], 1u);
+            if (token < begin && (ROWS_PER_RANK ? record : row)) atomicAdd(&c.rows[rank], 1u);
+            if (record && token % REPLICAS == replica)
+                atomicAdd(token < begin ? &c.records[rank] : &c.first[rank], 1u);
         }
     }
 }
@@ -34,8 +36,7 @@ DEVICE void count_remote(const Args& a, u32 first, u32 last, u32* records, u32* 
 // token `begin`, and everything. Shared words are clear before.
 DEVICE void plan_staging(const Args& a, const RemoteCounts& c, u32 begin, u32 tokens)
 {
-    count_remote(a, 0, begin, c.records, c.rows);
-    count_remote(a, begin, tokens, c.first, nullptr);
+    count_remote(a, c, begin, tokens);
     __syncthreads();
     for (u32 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x)
         c.first[r] = is_remote(a, r) ? c.first[r] + c.records[r] : 0;
