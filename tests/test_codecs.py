@@ -167,6 +167,20 @@ def test_a_constant_of_its_module_is_a_part_of_it(monkeypatch: pytest.MonkeyPatc
     before = make(_times)
     monkeypatch.setattr(sys.modules[__name__], "FACTOR", 4.0)
     assert make(_times) != before
+    # What is made stays as it was.
+    assert before.frozen["encode"](np.float32(5), np.float32(1)) == 15
+
+
+def test_a_table_is_copied() -> None:
+    table = np.array([5, 6], np.int32)
+
+    def encode(value: Any, scale: Any) -> Any:
+        return table[0]
+
+    made = make(encode)
+    table[0] = 7
+    assert made.frozen["encode"](np.float32(1), np.float32(1)) == 5
+    assert make(encode) != made
 
 
 def test_python_floats_are_float32_for_it_wherever_they_stand() -> None:

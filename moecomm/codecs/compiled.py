@@ -11,7 +11,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from moecomm.codecs import rules
 from moecomm.codecs.definition import Codec, Function
 from moecomm.codecs.proof import prove
 from moecomm.errors import CodecError, CompileError
@@ -45,9 +44,9 @@ def machine_code(codec: Codec) -> MachineCode:
 def _machine_code(codec: Codec) -> MachineCode:
     numba = load_numba(codec)
     addresses, owners = {}, []
-    for name, function in codec.functions().items():
+    for name, function in codec.frozen.items():
         signature = check_types(numba, codec, name, function)
-        compiled = numba.cfunc(signature, **OPTIONS)(rules.weakened(function))
+        compiled = numba.cfunc(signature, **OPTIONS)(function)
         addresses[name] = int(compiled.address)
         owners.append(compiled)
     prove(codec, functools.partial(_run, codec, addresses), "this CPU")
@@ -78,7 +77,7 @@ def check_types(numba: Any, codec: Codec, name: str, function: Function) -> Any:
     where = f"codec {codec.name}: {name}"
     arguments = argument_types(numba.types, codec, name)
     try:
-        dispatcher = numba.njit(rules.weakened(function), **OPTIONS)
+        dispatcher = numba.njit(function, **OPTIONS)
         dispatcher.compile(arguments)
     except numba.core.errors.NumbaError as error:
         raise CodecError(f"{where}: numba does not compile it: {_first_lines(error)}") from error

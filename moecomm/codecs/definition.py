@@ -35,6 +35,8 @@ class Codec:
         block: columns that share a scale; ``None``: the whole token does.
         encode, decode, scale, inverse: the functions as written.
         home: "module:path" where it can be imported; empty: nowhere.
+        frozen: name → function as it is compiled: constants are float32, and as they were when the
+            codec was made.
         identity: hash of all that decides what arrives; equal on all ranks.
     """
 
@@ -46,6 +48,7 @@ class Codec:
     scale: Function | None = None
     inverse: Function | None = None
     home: str = ""
+    frozen: Mapping[str, Function] = field(init=False)
     identity: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,7 +62,9 @@ class Codec:
         arguments = self.arguments()
         for which, function in self.functions().items():
             rules.check(f"{where}: {which}", function, arguments[which])
-        given = (self.wire_dtype, str(self.block), *rules.fingerprints(self.functions()))
+        frozen = {which: rules.weakened(f) for which, f in self.functions().items()}
+        object.__setattr__(self, "frozen", frozen)
+        given = (self.wire_dtype, str(self.block), *rules.fingerprints(frozen))
         object.__setattr__(self, "identity", rules.digest(given))
 
     def functions(self) -> dict[str, Function]:

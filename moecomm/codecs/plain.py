@@ -15,7 +15,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from moecomm.codecs import rules
 from moecomm.codecs.definition import Codec
 from moecomm.dtypes import numpy_dtype, word_dtype
 from moecomm.errors import CodecError
@@ -35,9 +34,7 @@ class Plain:
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
-        self._functions = {
-            name: rules.weakened(function) for name, function in codec.functions().items()
-        }
+        self._functions = codec.frozen
         self._arguments = codec.arguments()
         self._mask = (1 << 8 * codec.itemsize) - 1
 

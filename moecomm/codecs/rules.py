@@ -66,7 +66,7 @@ def outside(function: Function) -> dict[str, Any]:
 
 
 def weakened(function: Function) -> Function:
-    """The function with all its float constants as float32.
+    """The function with all that it uses as it is now, and all its float constants as float32.
 
     So numpy and numba mean the same: to numpy 2 a Python float takes the type of the other operand,
     to numba it is a float64.
@@ -170,6 +170,9 @@ def _weak(value: Any) -> Any:
         return np.float32(value)
     if type(value) is tuple:
         return tuple(map(_weak, value))
+    if isinstance(value, np.ndarray):
+        value = value.copy()
+        value.setflags(write=False)
     return value
 
 

@@ -8,7 +8,6 @@ from typing import Final
 
 from moecomm import dtypes
 from moecomm.cache import default_cache, key_of
-from moecomm.codecs import rules
 from moecomm.codecs.compiled import argument_types, machine_code, return_type
 from moecomm.codecs.definition import FUNCTIONS, Codec
 from moecomm.config import MoeConfig
@@ -17,6 +16,7 @@ from moecomm.kernels.jit import LinkInput, numba_cuda
 from moecomm.layout import Layout
 
 OLDEST: Final = "sm_80"
+INPUT: Final = "CODEC_INPUT"  # the emulator's last number: the element type of this launch's input
 # Stage → functions that it calls.
 CALLS: Final = {"dispatch_send": ("scale", "inverse", "encode"), "dispatch_recv": ("decode",)}
 
@@ -68,9 +68,6 @@ def address_names() -> list[str]:
     return [f"CODEC_AT_{name}" for name in FUNCTIONS]
 
 
-INPUT: Final = "CODEC_INPUT"  # the emulator's last number: the element type of this launch's input
-
-
 def addresses(codec: Codec | None) -> list[int]:
     """The functions' addresses in this process, in the order of ``address_names``.
 
@@ -117,7 +114,7 @@ def _link_input(codec: Codec, name: str, arch: str) -> LinkInput:
     def write(path: Path) -> None:
         machine_code(codec)  # its types, and the comparison with Python
         made = numba_cuda.device_function(
-            rules.weakened(codec.functions()[name]),
+            codec.frozen[name],
             lambda types: return_type(types, name)(*argument_types(types, codec, name)),
             what,
             base,
