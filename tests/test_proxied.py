@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from exchange import Case, make_case, run_case
+from fake_nic import DELAY, REFUSE, REORDER
 from fake_transport import on_nodes
 from hypothesis import given, note
 from hypothesis import strategies as st
@@ -94,6 +95,15 @@ def test_a_thousand_random_steps() -> None:
     cases = [make_case(cfg, 2, step, skew=0.5 * (step % 3)) for step in range(24)]
     schedule = random_schedule(np.random.default_rng(5), 1000, cfg.in_flight, closed=0.2)
     on_nodes(_walk, 2, 1, cases, schedule)
+
+
+def test_c11_c12_a_queue_of_two_and_a_slow_network() -> None:
+    """A send queue that is nearly always full, to a network that rarely moves: exact, and no queue
+    overruns."""
+    cases = [make_case(SMALL, 4, step) for step in range(3)]
+    schedule = random_schedule(np.random.default_rng(3), 9, SMALL.in_flight)
+    slow = {REORDER: 1, DELAY: 40, REFUSE: 3}
+    on_nodes(_walk, 4, 1, cases, schedule, depth=2, words=slow)
 
 
 # ---- the model: which writes there are --------------------------------------------------------
