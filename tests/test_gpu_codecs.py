@@ -131,7 +131,8 @@ def _steps(group: mc.Group, cfg: mc.MoeConfig, cases: list[Case]) -> None:
     with torch.cuda.stream(torch.cuda.Stream()), mc.MoeComm(cfg, group) as comm:
         where = on_device(comm)
         given = [OnGpu(case, group.rank, where) for case in cases]
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # of all ranks of this process: none may wait for another yet
+        group.barrier(60)
         rng = np.random.default_rng(group.rank)
         for step in range(4 * len(cases)):
             torch.cuda._sleep(int(rng.integers(0, 50_000)))

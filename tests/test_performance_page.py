@@ -22,7 +22,8 @@ def _shown(r: dict[str, Any]) -> tuple[str, ...]:
     nccl = "–" if r["nccl_us_p50"] is None else f"{r['nccl_us_p50']:.0f}"
     dispatch = DISPATCH[r["dispatch_dtype"], r["input_dtype"]]
     what = (r["layout"], str(r["num_tokens"]), dispatch, r["routing"], r["wire"])
-    return (*what, *(f"{time:.1f}" for time in times), nccl)
+    means = (r["transport"], r["kernels"])
+    return (*what, *means, *(f"{time:.1f}" for time in times), nccl)
 
 
 def test_the_page_shows_every_result_and_nothing_else() -> None:
