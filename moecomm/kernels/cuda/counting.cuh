@@ -23,6 +23,7 @@ struct Plan {
 };
 static_assert(sizeof(Plan) <= SMEM_STRUCT_BYTES, "kernels/geometry.py sets aside too little");
 
+#define MOST_KEPT 16u  // experts of a token that a thread keeps in registers while it counts
 #define COUNT_WORDS ((u32)(NUM_EXPERTS + NUM_RANKS))
 
 struct Counters {
@@ -77,29 +78,54 @@ DEVICE void clear_counts(const Counters& s)
         s.expert_count[i] = 0;
 }
 
-// Adds tokens [first, last) to the counters, a thread a token. An expert or rank that a token names
-// twice counts once.
+// Adds token t to the counters. An expert or rank that it names twice counts once.
+DEVICE void count_token(const Args& a, const Counters& s, u32 t)
+{
+    u32 experts[MOST_KEPT];  // [TOP_K]
+    UNROLL for (u32 k = 0; k < TOP_K; ++k) experts[k] = expert_of(a, t, k);
+    u32 ranks = 0;  // one bit each, where they are so few
+    UNROLL for (u32 k = 0; k < TOP_K; ++k) {
+        if (experts[k] == NO_EXPERT) continue;
+        const u32 rank = expert_rank(experts[k]);
+        bool same_expert = false, same_rank = false;
+        UNROLL for (u32 j = 0; j < k; ++j) {
+            same_expert |= experts[j] == experts[k];
+            if (NUM_RANKS > 32)
+                same_rank |= experts[j] != NO_EXPERT && expert_rank(experts[j]) == rank;
+        }
+        if (!same_expert) atomicAdd(&s.expert_count[experts[k]], 1u);
+        if (NUM_RANKS > 32 && !same_rank) atomicAdd(&s.rank_count[rank], 1u);
+        if (NUM_RANKS <= 32) ranks |= 1u << rank;
+    }
+    for (; ranks; ranks &= ranks - 1) atomicAdd(&s.rank_count[__ffs(ranks) - 1], 1u);
+}
+
+// The same where a thread has no registers for all of a token's experts: read again and again.
+DEVICE void count_long_token(const Args& a, const Counters& s, u32 t)
+{
+    NO_UNROLL for (u32 k = 0; k < TOP_K; ++k) {
+        const u32 expert = expert_of(a, t, k);
+        if (expert == NO_EXPERT) continue;
+        const u32 rank = expert_rank(expert);
+        bool same_expert = false, same_rank = false;
+        NO_UNROLL for (u32 j = 0; j < k; ++j) {
+            const u32 other = expert_of(a, t, j);
+            same_expert |= other == expert;
+            same_rank |= other != NO_EXPERT && expert_rank(other) == rank;
+        }
+        if (!same_expert) atomicAdd(&s.expert_count[expert], 1u);
+        if (!same_rank) atomicAdd(&s.rank_count[rank], 1u);
+    }
+}
+
+// Adds tokens [first, last) to the counters, a thread a token.
 DEVICE void count_tokens(const Args& a, const Counters& s, u32 first, u32 last)
 {
-    for (u32 t = first + threadIdx.x; t < last; t += blockDim.x) {
-        u32 experts[WARP_SIZE];  // [TOP_K]
-        UNROLL for (u32 k = 0; k < TOP_K; ++k) experts[k] = expert_of(a, t, k);
-        u32 ranks = 0;  // one bit each, where they are so few
-        UNROLL for (u32 k = 0; k < TOP_K; ++k) {
-            if (experts[k] == NO_EXPERT) continue;
-            const u32 rank = expert_rank(experts[k]);
-            bool same_expert = false, same_rank = false;
-            UNROLL for (u32 j = 0; j < k; ++j) {
-                same_expert |= experts[j] == experts[k];
-                if (NUM_RANKS > 32)
-                    same_rank |= experts[j] != NO_EXPERT && expert_rank(experts[j]) == rank;
-            }
-            if (!same_expert) atomicAdd(&s.expert_count[experts[k]], 1u);
-            if (NUM_RANKS > 32 && !same_rank) atomicAdd(&s.rank_count[rank], 1u);
-            if (NUM_RANKS <= 32) ranks |= 1u << rank;
-        }
-        for (; ranks; ranks &= ranks - 1) atomicAdd(&s.rank_count[__ffs(ranks) - 1], 1u);
-    }
+    for (u32 t = first + threadIdx.x; t < last; t += blockDim.x)
+        if (TOP_K <= MOST_KEPT)
+            count_token(a, s, t);
+        else
+            count_long_token(a, s, t);
 }
 
 // ---- shares -----------------------------------------------------------------------------------
