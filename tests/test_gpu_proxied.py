@@ -32,7 +32,7 @@ CONFIGS: list[tuple[mc.MoeConfig, str | None]] = [
     (mc.MoeConfig(**{**FP8, "hidden": 7168, "max_tokens": 128}), "bfloat16"),
 ]
 SHORT = mc.MoeConfig(**{**BASE, "timeout_s": 2.0})
-NODES = [pytest.param(2, 1, id="2-nodes"), pytest.param(4, 2, id="2-nodes-of-2")]
+NODES = [pytest.param((2, 1), id="2-nodes"), pytest.param((4, 2), id="2-nodes-of-2")]
 
 pytestmark = pytest.mark.gpus(2)
 
