@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from fake_cuda import GRANULARITY, FakeDriver, FakeGpu, installed
 from fake_gpu import GpuArray
+from fake_transport import network
 from threads import run_threads
 
 import moecomm as mc
@@ -390,3 +391,31 @@ def test_run_tells_ranks_their_number_on_the_machine() -> None:
 
 def _local_rank(group: mc.Group) -> str:
     return os.environ["MOECOMM_LOCAL_RANK"]
+
+
+# ---- several nodes -------------------------------------------------------------------------
+
+
+def test_ranks_of_other_nodes_are_served_through_pinned_memory(
+    gpus: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No pointer to them, areas in memory of the host, a mover; all of it given back."""
+    monkeypatch.setattr("moecomm.transport.engine.topology.pci_address_of", lambda _: "none")
+
+    def look(group: mc.Group) -> None:
+        with mc.MoeComm(CFG, group, "fake", device="cuda") as comm:
+            run = comm._runtime
+            areas = comm.layout.areas
+            assert areas is not None
+            assert not comm.layout.lines
+            flags, bulk = run._pinned
+            assert (run.remote_flags, run.remote_bulk) == (flags.address, bulk.address)
+            pointers = [run._memory.peer_pointer(rank, run._region) for rank in range(2)]
+            assert [p is not None for p in pointers] == [group.rank == 0, group.rank == 1]
+            group.barrier()
+        assert run._mover.stopped
+
+    with network(2, 1):
+        run_threads(look, 2)
+    gc.collect()
+    assert not +gpus.live, gpus.live
