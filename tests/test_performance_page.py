@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from moecomm.bench.transfer_table import table
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -31,6 +33,7 @@ def test_the_page_shows_every_result_and_nothing_else() -> None:
         result
         for path in (ROOT / "bench" / "results").glob("*.json")
         for result in json.loads(path.read_text())["results"]
+        if "kind" not in result
     ]
     assert all(result["correct"] for result in results)
     text = (ROOT / "docs" / "performance.md").read_text()
@@ -40,3 +43,15 @@ def test_the_page_shows_every_result_and_nothing_else() -> None:
         if line.startswith(("| rank", "| batched", "| grouped"))
     ]
     assert sorted(rows) == sorted(map(_shown, results))
+
+
+def test_the_page_shows_the_transfer_engine_as_measured() -> None:
+    found = [
+        json.loads(path.read_text())["results"]
+        for path in sorted((ROOT / "bench" / "results").glob("*-transfer-*.json"))
+    ]
+    assert found
+    text = (ROOT / "docs" / "performance.md").read_text()
+    for results in found:
+        assert all(result["kind"] == "transfer" and result["correct"] for result in results)
+        assert table(results) in text

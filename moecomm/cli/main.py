@@ -36,6 +36,11 @@ _COMMANDS: Final = {
     "bench": _Entry(
         "moecomm.cli.bench", "bench", "Time dispatch and combine on this machine's GPUs."
     ),
+    "bench-transfer": _Entry(
+        "moecomm.cli.bench_transfer",
+        "bench_transfer",
+        "Time the transfer engine beside C, over libfabric on this machine.",
+    ),
     "fuzz": _Entry(
         "moecomm.cli.fuzz", "fuzz", "Run the kernels in the emulator over many interleavings."
     ),
