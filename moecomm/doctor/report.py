@@ -9,6 +9,7 @@ from typing import Any
 
 from moecomm.doctor import (
     compiler,
+    efa,
     gpus,
     jit,
     libfabric,
@@ -66,4 +67,5 @@ def examine(stage: Callable[[str], None] = lambda text: None) -> Report:
     found += jit.findings(toolchain) + gpus.findings(devices)
     found += nvshmem.findings(symmetric, [gpu.arch for gpu in devices.devices])
     found += rdma.findings(machine.rdma) + libfabric.findings(machine.libfabric)
+    found += efa.findings(efa.probe(), machine.libfabric)
     return Report(tuple(found), tuple(conclude(machine)))
