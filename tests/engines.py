@@ -10,7 +10,10 @@ from fake_nic import FakeNetwork
 from threads import run_threads
 
 from moecomm.group import Group
-from moecomm.transport.engine import EngineOptions, TransferEngine
+from moecomm.transport.engine import EngineOptions, TransferEngine, jit
+
+# Compiled here, once, so that no rank's time limit has to cover it.
+jit.load("moecomm.transport.engine.loop", "moecomm.transport.engine.ring")
 
 # Many workers share few cores in tests: they give up the processor early.
 SHARED = {"spin_turns": 50, "yield_turns": 2000, "sleep_us": 50}

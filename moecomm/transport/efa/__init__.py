@@ -20,7 +20,7 @@ from moecomm.transport.engine import topology
 
 if TYPE_CHECKING:
     from moecomm.group import Group
-    from moecomm.transport.efa.nic import FabricOpener
+    from moecomm.transport.efa.opener import FabricOpener
     from moecomm.transport.engine import EngineOptions, TransferEngine
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def _bound(fabric: Fabric) -> Fabric:
 
 
 def _interfaces(library: Library, fabric: Fabric, cuda_device: int | None) -> tuple[list[str], str]:
-    from moecomm.transport.efa.nic import devices
+    from moecomm.transport.efa.opener import devices
 
     if cuda_device is not None and not fabric.on_gpus:
         return [], "takes no GPU memory"
@@ -137,7 +137,7 @@ def _choose(
     num_nics: int | None,
     cuda_device: int | None,
 ) -> list[FabricOpener]:
-    from moecomm.transport.efa.nic import FabricOpener
+    from moecomm.transport.efa.opener import FabricOpener
 
     if fabric.provider != "efa":
         # Stand-ins: several endpoints on one interface pretend to be several interfaces.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as C
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from moecomm.errors import TransportError, TransportUnavailable
@@ -337,37 +337,6 @@ class FabricNic:
             self._posting.set_receive_key(self.register(self._posting.receives).local_key)
 
 
-class FabricOpener:
-    """See ``NicOpener``: one interface that ``fi_getinfo`` has shown."""
-
-    def __init__(self, library: Library, fabric: Fabric, device: str) -> None:
-        self.transport = fabric.name
-        self.device = device
-        self._library = library
-        self._fabric = fabric
-
-    def open(self, sizing: Sizing) -> FabricNic:
-        """See ``NicOpener.open``."""
-        on_gpu = sizing.cuda_device is not None and self._fabric.on_gpus
-        code, infos = self._library.interfaces(self._fabric, on_gpu)
-        matching = [info for info in infos if device_of(info) == self.device]
-        chosen = matching[0] if matching else None
-        for info in infos:
-            if info != chosen:
-                self._library.free(info)
-        if chosen is None:
-            raise TransportUnavailable(
-                f"{self.device} ({self.transport}): not offered any more"
-                f"{' with GPU memory' if on_gpu else ''}: {self._library.strerror(code)} ({code})"
-            )
-        return FabricNic(self._library, self._fabric, chosen, sizing)
-
-
 def device_of(info: int) -> str:
     """The name of an interface: its domain's."""
     return text(word(word(info, abi.INFO_DOMAIN_ATTR), abi.DOMAIN_NAME))
-
-
-def devices(infos: Sequence[int]) -> Iterator[str]:
-    """Names of the interfaces, each once."""
-    yield from dict.fromkeys(map(device_of, infos))

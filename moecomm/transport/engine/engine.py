@@ -65,6 +65,15 @@ class TransferEngine(Writes):
             options.messages_per_peer, self._send_message, self._tell_taken,
         )  # fmt: skip
 
+    def exchange(self, region: Region) -> list[RemoteRegion]:
+        """Everybody's ``region``, by rank, registered where it is not yet. Collective.
+
+        Raises: as ``register``; ``PeerTimeout``: a rank did not come.
+        """
+        mine = self.register(region).to_bytes()
+        told = self._group.all_gather(mine, self._timeout_s, "exchange")
+        return [RemoteRegion.from_bytes(blob) for blob in told]
+
     # ---- Arrivals -------------------------------------------------------------------------------
 
     def expect(

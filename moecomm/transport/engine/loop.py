@@ -13,6 +13,15 @@ from moecomm.transport.engine import state as S
 from moecomm.transport.engine.arrivals import arrive, expect, forget, piece_done
 from moecomm.transport.engine.credits import grant, serve_credits
 from moecomm.transport.engine.jit import hot, inner
+from moecomm.transport.engine.lines import (
+    channel_at,
+    free_slot,
+    is_closed_to,
+    nic_at,
+    owe,
+    slot_at,
+    stand_last,
+)
 from moecomm.transport.engine.native import (
     c_function,
     ld8,
@@ -26,18 +35,11 @@ from moecomm.transport.engine.native import (
 )
 from moecomm.transport.engine.posting import (
     admit,
-    channel_at,
     end_channel,
     flush,
-    free_slot,
-    is_closed_to,
     lose_posts,
     make_room,
-    nic_at,
-    owe,
     serve_lines,
-    slot_at,
-    stand_last,
     withdraw,
 )
 from moecomm.transport.engine.program import clock_ns

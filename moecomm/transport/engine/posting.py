@@ -1,9 +1,4 @@
-"""From command to post: slots, credits, batches, and lines of commands that cannot go yet.
-
-Nothing here waits. A command that cannot be posted now (no slot, no credit, a full queue) stands
-in the line of its channel, and other channels go on. Lines are lists in one pool; channels that
-have one are in a queue, each once, and get their turns from its front.
-"""
+"""From command to post: credits, batches, refusals, and channels that end. Nothing here waits."""
 
 from __future__ import annotations
 
@@ -11,141 +6,24 @@ from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.arrivals import piece_done
 from moecomm.transport.engine.jit import inner
-from moecomm.transport.engine.native import (
-    c_function,
-    ld8,
-    ld32,
-    ld64,
-    ld64_acquire,
-    st32,
-    st64,
+from moecomm.transport.engine.lines import (
+    activate,
+    causes_arrival,
+    channel_at,
+    copy_post,
+    free_slot,
+    is_closed_to,
+    leave_line,
+    owe,
+    place_at,
+    slot_at,
+    stand_first,
 )
+from moecomm.transport.engine.native import c_function, ld32, ld64, ld64_acquire, st32, st64
 from moecomm.transport.engine.provider import MAX_BURST
 
 _c_post = c_function("i64", "i64", "i64", "i64")
 _PATIENCE = 16  # turns that a refused post holds up the ones behind it
-
-
-@inner
-def nic_at(engine, nic):
-    return ld64(engine + S.NICS) + nic * S.NIC_BYTES
-
-
-@inner
-def channel_at(engine, index):
-    return ld64(engine + S.CHANNELS) + index * S.CHANNEL_BYTES
-
-
-@inner
-def copy_post(target, source):
-    for offset in range(0, R.POST_BYTES, 8):
-        st64(target + offset, ld64(source + offset))
-
-
-@inner
-def causes_arrival(post):
-    return ld8(post + R.POST_KIND) == R.SEND or (ld8(post + R.POST_FLAGS) & R.HAS_IMM) != 0
-
-
-@inner
-def is_closed_to(channel, post):
-    """Whether the channel has ended, and the post is not one for that very case."""
-    return ld64(channel + S.CH_CODE) != 0 and (ld8(post + R.POST_FLAGS) & S.ANYWAY) == 0
-
-
-@inner
-def owe(engine, index):
-    """Put the channel into the queue for credit writes."""
-    channel = channel_at(engine, index)
-    if ld64(channel + S.CH_OWES) == 0:
-        st64(channel + S.CH_OWES, 1)
-        tail = ld64(engine + S.CONTROL_TAIL)
-        place = tail & (ld64(engine + S.ACTIVE_SIZE) - 1)
-        st32(ld64(engine + S.CONTROL_QUEUE) + place * 4, index)
-        st64(engine + S.CONTROL_TAIL, tail + 1)
-
-
-# ---- Lines of waiting commands ------------------------------------------------------------------
-
-
-@inner
-def _activate(engine, index):
-    channel = channel_at(engine, index)
-    if ld64(channel + S.CH_IS_ACTIVE) == 0:
-        st64(channel + S.CH_IS_ACTIVE, 1)
-        tail = ld64(engine + S.ACTIVE_TAIL)
-        place = tail & (ld64(engine + S.ACTIVE_SIZE) - 1)
-        st32(ld64(engine + S.ACTIVE) + place * 4, index)
-        st64(engine + S.ACTIVE_TAIL, tail + 1)
-
-
-@inner
-def _place(engine, number):
-    """Place ``number`` of the pool, from 1; its link is in POST_SEQUENCE."""
-    return ld64(engine + S.WAITING) + (number - 1) * R.POST_BYTES
-
-
-@inner
-def _take_place(engine):
-    count = ld64(engine + S.WAITING_COUNT) - 1
-    st64(engine + S.WAITING_COUNT, count)
-    return ld32(ld64(engine + S.WAITING_FREE) + count * 4)
-
-
-@inner
-def stand_last(engine, index, command):
-    """Put a command at the end of its channel's line."""
-    channel, number = channel_at(engine, index), _take_place(engine)
-    place = _place(engine, number)
-    copy_post(place, command)
-    st64(place + R.POST_SEQUENCE, 0)
-    if ld64(channel + S.CH_FIRST) == 0:
-        st64(channel + S.CH_FIRST, number)
-        if ld64(channel + S.CH_IN_FLIGHT) == 0:
-            st64(channel + S.CH_SINCE, ld64(engine + S.NOW))
-    else:
-        st64(_place(engine, ld64(channel + S.CH_LAST)) + R.POST_SEQUENCE, number)
-    st64(channel + S.CH_LAST, number)
-    _activate(engine, index)
-
-
-@inner
-def _stand_first(engine, index, command):
-    channel, number = channel_at(engine, index), _take_place(engine)
-    place = _place(engine, number)
-    copy_post(place, command)
-    st64(place + R.POST_SEQUENCE, ld64(channel + S.CH_FIRST))
-    if ld64(channel + S.CH_FIRST) == 0:
-        st64(channel + S.CH_LAST, number)
-    st64(channel + S.CH_FIRST, number)
-    _activate(engine, index)
-
-
-@inner
-def _leave_line(engine, channel):
-    """Remove the first of a line."""
-    number = ld64(channel + S.CH_FIRST)
-    st64(channel + S.CH_FIRST, ld64(_place(engine, number) + R.POST_SEQUENCE))
-    count = ld64(engine + S.WAITING_COUNT)
-    st32(ld64(engine + S.WAITING_FREE) + count * 4, number)
-    st64(engine + S.WAITING_COUNT, count + 1)
-
-
-# ---- Slots --------------------------------------------------------------------------------------
-
-
-@inner
-def slot_at(nic, slot):
-    return ld64(nic + S.NIC_SLOTS) + slot * S.SLOT_BYTES
-
-
-@inner
-def free_slot(nic, slot):
-    """First in, first out: a completion that comes twice then finds its slot free."""
-    st32(slot_at(nic, slot) + S.SLOT_STATE, S.SLOT_FREE)
-    tail = ld64(nic + S.NIC_FREE_TAIL)
-    st32(ld64(nic + S.NIC_FREE) + (tail & (ld64(nic + S.NIC_FREE_SIZE) - 1)) * 4, slot)
-    st64(nic + S.NIC_FREE_TAIL, tail + 1)
 
 
 @inner
@@ -223,12 +101,12 @@ def serve_lines(engine, limit):
         while burst < MAX_BURST:
             make_room(engine, nic)
             first = ld64(channel + S.CH_FIRST)
-            if first == 0 or not admit(engine, nic, channel, index, _place(engine, first)):
+            if first == 0 or not admit(engine, nic, channel, index, place_at(engine, first)):
                 break
-            _leave_line(engine, channel)
+            leave_line(engine, channel)
             burst += 1
         if ld64(channel + S.CH_FIRST) != 0:
-            _activate(engine, index)
+            activate(engine, index)
         moved += burst
     return moved
 
@@ -334,7 +212,7 @@ def _put_back(engine, nic, post):
         piece_done(engine, op, S.PEER_FAILED, ld64(channel + S.CH_CODE), index)
         return
     st32(post + R.POST_CONTEXT, op)
-    _stand_first(engine, index, post)
+    stand_first(engine, index, post)
 
 
 @inner
@@ -360,9 +238,9 @@ def end_channel(engine, index, code, detail):
         st64(channel + S.CH_DETAIL, detail)
         st64(channel + S.CH_CODE, code)
     while ld64(channel + S.CH_FIRST) != 0:
-        place = _place(engine, ld64(channel + S.CH_FIRST))
+        place = place_at(engine, ld64(channel + S.CH_FIRST))
         op = ld32(place + R.POST_CONTEXT)
-        _leave_line(engine, channel)
+        leave_line(engine, channel)
         if code == S.TIMED_OUT:
             piece_done(engine, op, code, detail, index)
         else:

@@ -15,6 +15,7 @@ from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.arrivals import counter_of
 from moecomm.transport.engine.jit import inner
+from moecomm.transport.engine.lines import channel_at
 from moecomm.transport.engine.native import (
     c_function,
     ld32,
@@ -25,7 +26,6 @@ from moecomm.transport.engine.native import (
     st64,
     st64_release,
 )
-from moecomm.transport.engine.posting import channel_at
 
 __all__ = [
     "aborted_by", "arrivals", "begin", "clock_ns", "error_of", "extend", "fault", "has_failed",

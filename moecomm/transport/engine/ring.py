@@ -5,8 +5,8 @@ from __future__ import annotations
 from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.jit import hot
+from moecomm.transport.engine.lines import copy_post
 from moecomm.transport.engine.native import ld32, ld64, ld64_acquire, st32, st64_release
-from moecomm.transport.engine.posting import copy_post
 
 
 @hot("int64(int64, int64, int64)")

@@ -15,45 +15,19 @@ from moecomm.errors import ConfigError, MoecommError, TransportError, TransportU
 from moecomm.group import Group
 from moecomm.transport.allocation import agree_on_size, refusal
 from moecomm.transport.base import Region, RemoteRegion, check_usable
-from moecomm.transport.engine import jit, topology
+from moecomm.transport.engine import jit
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.blocks import Block, check_mapped
 from moecomm.transport.engine.build import ControlPeer, Memory
 from moecomm.transport.engine.options import EngineOptions
-from moecomm.transport.engine.provider import Nic, NicOpener, Registration, Sizing
+from moecomm.transport.engine.provider import Nic, NicOpener, Registration
 from moecomm.transport.engine.regions import Regions, Registered, to_remote
+from moecomm.transport.engine.setup import Resources, agree, cpus_for
 from moecomm.transport.engine.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 _HOT: Final = ("moecomm.transport.engine.loop", "moecomm.transport.engine.ring")
-_leaked: Final[list[object]] = []  # what a worker that does not stop may still touch
-
-
-class Resources:
-    """What must be let go of, in order, also when nobody calls ``close``."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.pid = os.getpid()
-        self.worker = worker
-        self.nics: tuple[Nic, ...] = ()
-        self.memory: Memory | None = None
-        self.blocks: list[Block] = []
-        self.held: list[object] = []
-        self.stopped = False
-
-    def close(self) -> None:
-        """Stop the worker, close the NICs, free the memory. Only in the process that made it."""
-        if os.getpid() != self.pid:
-            return
-        self.stopped = self.worker.stop()
-        if not self.stopped:
-            _leaked.append((self.nics, self.memory, self.blocks, self.held))
-            return
-        for nic in self.nics:
-            nic.close()
-        if self.memory is not None:
-            self.memory.free()
 
 
 class SymmetricMemory:
@@ -84,8 +58,8 @@ class SymmetricMemory:
         self._closed = False
         self._allocated: dict[Region, Block] = {}
         self._regions = Regions()
-        self._sizing = self._agree(openers, cuda_device)
-        worker = Worker(f"moecomm engine of rank {self.rank}", _cpus(options, cuda_device))
+        self._sizing = agree(self._group, openers, options, cuda_device, timeout_s)
+        worker = Worker(f"moecomm engine of rank {self.rank}", cpus_for(options, cuda_device))
         self._resources = Resources(worker)
         self._finalizer = weakref.finalize(self, self._resources.close)
         try:
@@ -246,34 +220,6 @@ class SymmetricMemory:
 
     # ---- Set-up ---------------------------------------------------------------------------------
 
-    def _agree(self, openers: Sequence[NicOpener], cuda_device: int | None) -> Sizing:
-        """Compare what peers depend on; the same error on every rank where it differs."""
-        options = self._options
-        mine = {
-            "number of NICs": len(openers),
-            "rx_depth": options.arrivals(self.size),
-            "message_bytes": options.message_bytes,
-            "messages_per_peer": options.messages_per_peer,
-        }
-        blob = json.dumps(mine).encode()
-        told = [json.loads(m) for m in self._group.all_gather(blob, self._timeout_s, "engine")]
-        for field, value in told[0].items():
-            for rank, theirs in enumerate(told):
-                if theirs[field] != value:
-                    raise ConfigError(
-                        f"{field}: {value} on rank 0, {theirs[field]} on rank {rank}; must be "
-                        "equal on all ranks"
-                    )
-        messages = options.messages_per_peer * self.size if options.message_bytes else 0
-        return Sizing(
-            num_peers=self.size,
-            tx_depth=options.tx_depth,
-            rx_depth=options.arrivals(self.size),
-            message_bytes=options.message_bytes + 16 if messages else 0,
-            num_messages=messages,
-            cuda_device=cuda_device,
-        )
-
     def _open(self, openers: Sequence[NicOpener]) -> None:
         """Open the NICs on the pinned thread, so that their queues are near it."""
         opened: list[Nic] = []
@@ -366,11 +312,3 @@ class SymmetricMemory:
     def _named(self, error: TransportError) -> TransportError:
         error.transport = self._nics[0].transport
         return error
-
-
-def _cpus(options: EngineOptions, cuda_device: int | None) -> frozenset[int]:
-    if options.cpus is not None:
-        return options.cpus
-    if cuda_device is None:
-        return frozenset()
-    return topology.cpus_near(topology.pci_address_of(cuda_device))
