@@ -181,13 +181,19 @@ def _bursts(sides: Sides, fabric: str, options: TransferOptions) -> Record:
 
 def posting(fabric: str, options: TransferOptions) -> list[Record]:
     """Processor time of a write of 64 bytes to this very rank, from command to completion: in C,
-    by the engine, and by the engine while Python computes beside it, holding the GIL."""
+    by the engine, and by the engine while Python computes beside it, holding the GIL. Then how
+    long one with an immediate takes until this rank has counted it and sends the next."""
     group = Group(0, 1, LocalStore())
     with open_engine(group, fabric, num_nics=1, options=_engine(options)) as engine:
         src = engine.allocate(4096)
         sides = Sides(engine, src, _everybodys(engine, group, 4096), options.spin)
         times: dict[str, list[float]] = {"c": [], "engine": [], "busy": []}
+        hops = options.posts // 8
+        c_hop: list[float] = []
+        hop: list[float] = []
         for _ in range(options.repeats):
+            c_hop.append(sides.c_pingpong(8, hops, True) * 1e9 / hops)
+            hop.append(sides.pingpong(8, hops, True) * 1e9 / hops)
             with _computing(False):
                 before = time.thread_time()
                 sides.c_stream(64, options.posts, _WINDOW)
@@ -200,7 +206,11 @@ def posting(fabric: str, options: TransferOptions) -> list[Record]:
                 times[name].append((after - before) * 1e9 / options.posts)
     c, quiet, busy = times["c"], times["engine"], times["busy"]
     beside = _record(fabric, "the same, Python computing beside it", "ns", quiet, busy)
-    return [_record(fabric, "post, 64 B, processor time", "ns", c, quiet), beside]
+    return [
+        _record(fabric, "post, 64 B, processor time", "ns", c, quiet),
+        beside,
+        _record(fabric, "one way to itself, 8 B with immediate", "ns", c_hop, hop),
+    ]
 
 
 @contextlib.contextmanager

@@ -157,7 +157,7 @@ class Sides:
             self._engine.progress()
             if time.monotonic() > deadline:
                 raise TransportError("the benchmark got stuck", operation="bench")
-            time.sleep(0.0005)
+            time.sleep(0.005)  # seldom: this thread must not take the worker's processor
         while self._engine.program_pending(self._get(programs.OP)):
             time.sleep(0.0005)
         self._engine.set_program(0)
