@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from vm import machine  # noqa: E402
 from vm.image import image  # noqa: E402
+from vm.plugin import guest_environment  # noqa: E402
 
 
 def main() -> int:
@@ -23,7 +25,11 @@ def main() -> int:
     lacking = machine.missing()
     if lacking:
         parser.error(f"missing: {lacking}")
-    options = machine.Options(cpus=arguments.cpus, devices=arguments.rxe.split(","))
+    options = machine.Options(
+        cpus=arguments.cpus,
+        devices=arguments.rxe.split(","),
+        environment=guest_environment() | {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"},
+    )
     with tempfile.TemporaryDirectory(prefix="moecomm-vm-") as control:
         return machine.boot(
             image(),
