@@ -121,8 +121,8 @@ MUTATIONS = {
     ),
     "wait-without-acquire": Mutation(
         "waits.cuh",
-        "        word = ld_acquire_sys(flag);",
-        "        word = ld_relaxed_sys(flag);",
+        "        if (pending) word = ld_acquire_sys(flag);",
+        "        if (pending) word = ld_relaxed_sys(flag);",
     ),
     "stale-epoch-accepted": Mutation(
         "dispatch_recv.cu",
@@ -200,6 +200,7 @@ MUTATIONS = {
         "codec_send.cuh",
         "__syncthreads();  // every warp has said what it found",
         "",
+        wire="lines",
         setting="codec",
     ),
     "scales-taken-from-any-epoch": Mutation(

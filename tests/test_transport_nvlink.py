@@ -435,5 +435,5 @@ def test_names_are_checked() -> None:
         open_memory("nvlink", group)
     with pytest.raises(mc.ConfigError, match="transport='ether': must be one of"):
         open_gpu_memory("ether", group, 0)
-    with pytest.raises(mc.TransportUnavailable, match="'nvshmem' is not part of this version"):
-        open_gpu_memory("nvshmem", group, 0)
+    with pytest.raises(mc.TransportUnavailable, match="'efa' has no memory on GPUs"):
+        open_gpu_memory("efa", group, 0)

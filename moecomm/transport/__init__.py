@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# name → module with open_memory(group); None: planned, not part of this version
-TRANSPORTS: Final[dict[str, str | None]] = {
+# name → module with open_memory(group)
+TRANSPORTS: Final = {
     "loopback": "moecomm.transport.loopback",
     "nvlink": "moecomm.transport.nvlink",
     "nvshmem": "moecomm.transport.nvshmem",
@@ -66,12 +66,11 @@ def open_memory(name: str, group: Group) -> Memory:
             "process of one machine",
             group.rank,
         )
-    module = _module(name)
     if name in _ON_GPUS and name != "loopback":
         raise TransportUnavailable(
             f"transport={name!r} joins GPUs: use device='cuda', or 'loopback' on the CPU"
         )
-    memory: Memory = import_module(module).open_memory(group)
+    memory: Memory = import_module(TRANSPORTS[name]).open_memory(group)
     return memory
 
 
@@ -83,21 +82,10 @@ def open_gpu_memory(name: str, group: Group, index: int) -> GpuMemory:
     check_name(name)
     if name == AUTO:
         name = _choose_for_gpus(group)
-    _module(name)
     if name not in _ON_GPUS:
         raise TransportUnavailable(f"transport={name!r} has no memory on GPUs: use 'nvlink'")
     memory: GpuMemory = import_module(_ON_GPUS[name]).open_memory(group, index)
     return memory
-
-
-def _module(name: str) -> str:
-    module = TRANSPORTS[name]
-    if module is None:
-        raise TransportUnavailable(
-            f"transport={name!r} is not part of this version; "
-            f"available: {', '.join(repr(n) for n, m in TRANSPORTS.items() if m)}"
-        )
-    return module
 
 
 def _choose_for_gpus(group: Group) -> str:

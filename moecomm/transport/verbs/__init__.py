@@ -16,7 +16,7 @@ from moecomm import env
 from moecomm.errors import ConfigError, TransportUnavailable
 from moecomm.transport.engine import topology
 from moecomm.transport.verbs.devices import Port, choose_ports
-from moecomm.transport.verbs.library import library
+from moecomm.transport.verbs.library import library as load_library
 
 if TYPE_CHECKING:
     from moecomm.group import Group
@@ -90,7 +90,7 @@ def open_engine(
 def preflight() -> None:
     """Raise what ``choose`` would, or the library: this rank has no port to use."""
     choose(None, None, None)
-    library()
+    load_library()
 
 
 def has_device() -> bool:
