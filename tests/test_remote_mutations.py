@@ -38,7 +38,7 @@ PROXIED = {
     ),
     "records-rung-by-the-first-block": Mutation(
         "remote_send.cuh",
-        "part_done(a, DOOR_RECORDS, parts, epoch);",
+        "part_done(a, DOOR_RECORDS, num_row_blocks(), epoch);",
         "ring(a, DOOR_RECORDS, epoch);",
     ),
     "private-records-said-to-be-done-too-early": Mutation(

@@ -1,10 +1,12 @@
-"""What ranks compare when they allocate together."""
+"""What memories of several ranks have in common: sizes that all agree on, regions found again."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from moecomm.errors import ConfigError
+from moecomm.transport.base import Region
 
 MAX_BYTES: Final = 1 << 47  # of one address space
 
@@ -16,10 +18,10 @@ def refusal(nbytes: object) -> str:
     return ""
 
 
-def agree_on_size(told: list[dict[str, Any]]) -> None:
+def agree_on_size(told: Sequence[dict[str, Any]]) -> None:
     """Raise on every rank what one of them must not do."""
     for rank, message in enumerate(told):
-        if "refused" in message:
+        if message.get("refused"):
             raise ConfigError(f"rank {rank}: {message['refused']}")
     for rank, message in enumerate(told):
         if message["nbytes"] != told[0]["nbytes"]:
@@ -27,3 +29,17 @@ def agree_on_size(told: list[dict[str, Any]]) -> None:
                 f"nbytes: rank 0 allocates {told[0]['nbytes']}, rank {rank} {message['nbytes']}; "
                 "must be equal on all ranks"
             )
+
+
+def find_region(allocated: Iterable[Region], region: Region | None) -> Region:
+    """``region``, one of those ``allocated``; ``None``: the only one. Else ``ConfigError``."""
+    regions = list(allocated)
+    if region is None:
+        if len(regions) != 1:
+            raise ConfigError(
+                f"region=None: means the only allocation, of which there are {len(regions)}"
+            )
+        return regions[0]
+    if region not in regions:
+        raise ConfigError(f"region={region}: must be one that allocate returned")
+    return region

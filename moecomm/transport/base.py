@@ -34,6 +34,12 @@ def check_usable(pid: int, closed: bool) -> None:
         raise StateError("the memory is closed")
 
 
+def check_rank(rank: object, size: int) -> None:
+    """Raise ``ConfigError`` unless ``rank`` is one of ``size``."""
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size:
+        raise ConfigError(f"rank={rank!r}: must be from 0 to {size - 1}")
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """``nbytes`` bytes at ``address`` of this process."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Sequence
-from typing import Any, Final, Self
+from typing import Any, Self
 
-from moecomm.errors import ConfigError, MoecommError, TransportError
+from moecomm.errors import MoecommError, TransportError
 from moecomm.group import DEFAULT_TIMEOUT_S, Group
 from moecomm.transport import gpu_pages
-from moecomm.transport.base import Region, check_usable
+from moecomm.transport.allocation import agree_on_size, find_region, refusal
+from moecomm.transport.base import Region, check_rank, check_usable
 from moecomm.transport.gpu_pages import GpuPages
-
-MAX_BYTES: Final = 1 << 47  # of one address space
 
 
 class GpuMemory:
@@ -66,8 +64,7 @@ class GpuMemory:
     def peer_pointer(self, rank: int, region: Region | None = None) -> int:
         """See ``Memory.peer_pointer``; here there always is one."""
         pages = self._pages[self._find(region)]
-        if not isinstance(rank, int) or not 0 <= rank < len(pages):
-            raise ConfigError(f"rank={rank!r}: must be from 0 to {len(pages) - 1}")
+        check_rank(rank, len(pages))
         return pages[rank].address
 
     def close(self) -> None:
@@ -121,7 +118,7 @@ class GpuMemory:
         try:
             message = {"nbytes": repr(nbytes), "refused": refused, "failed": _text(error)}
             told = self._exchange(message)
-            check_equal(told)
+            agree_on_size(told)
             self._check_failed(told, error)
         except BaseException:
             if mine is not None:
@@ -157,35 +154,7 @@ class GpuMemory:
 
     def _find(self, region: Region | None) -> Region:
         self._check_usable()
-        if region is None:
-            if len(self._pages) != 1:
-                raise ConfigError(
-                    f"region=None: means the only allocation, of which there are {len(self._pages)}"
-                )
-            return next(iter(self._pages))
-        if region not in self._pages:
-            raise ConfigError(f"region={region}: must be one that allocate returned")
-        return region
-
-
-def refusal(nbytes: object) -> str:
-    """Why so much must not be asked for; empty if it may."""
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or not 0 < nbytes < MAX_BYTES:
-        return f"nbytes={nbytes!r}: must be an integer from 1 to 2^47"
-    return ""
-
-
-def check_equal(told: Sequence[dict[str, Any]]) -> None:
-    """Raise on every rank what one of them must not ask for."""
-    for rank, message in enumerate(told):
-        if message["refused"]:
-            raise ConfigError(f"rank {rank}: {message['refused']}")
-    for rank, message in enumerate(told):
-        if message["nbytes"] != told[0]["nbytes"]:
-            raise ConfigError(
-                f"nbytes: rank 0 allocates {told[0]['nbytes']}, rank {rank} {message['nbytes']}; "
-                "must be equal on all ranks"
-            )
+        return find_region(self._pages, region)
 
 
 def _text(error: MoecommError | None) -> str:

@@ -23,6 +23,7 @@ from moecomm.transport.base import (
     RemoteRegion,
     Write,
     check_imm,
+    check_rank,
 )
 from moecomm.transport.counters import ArrivalCounter
 from moecomm.transport.faults import Faults
@@ -104,7 +105,7 @@ class LoopbackTransfer(LoopbackMemory):
         """See ``Transfer.peer_group``."""
         self._check_usable()
         for rank in ranks:
-            self._check_rank(rank)
+            check_rank(rank, self.size)
         return PeerGroup(tuple(ranks))
 
     def write(
@@ -176,7 +177,7 @@ class LoopbackTransfer(LoopbackMemory):
 
     def _target(self, dst: RemoteRegion) -> int:
         """Where this process stores to ``dst``; checks it."""
-        self._check_rank(dst.rank)
+        check_rank(dst.rank, self.size)
         if dst.nbytes == 0:
             return 0
         index = int.from_bytes(dst.key, "big")
@@ -186,10 +187,6 @@ class LoopbackTransfer(LoopbackMemory):
         if dst.address + dst.nbytes > region.nbytes:
             raise ConfigError(f"dst={dst}: lies outside its region of {region.nbytes} bytes")
         return self._mappings[region][dst.rank].address + dst.address
-
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.size:
-            raise ConfigError(f"rank={rank!r}: must be from 0 to {self.size - 1}")
 
     def _post(self) -> int:
         """Move writes from the software queue to the queue of limited depth."""

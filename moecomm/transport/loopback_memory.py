@@ -9,10 +9,10 @@ import mmap
 import os
 from typing import Any
 
-from moecomm.errors import ConfigError, TransportUnavailable
+from moecomm.errors import TransportUnavailable
 from moecomm.group import DEFAULT_TIMEOUT_S, Group
-from moecomm.transport.allocation import agree_on_size, refusal
-from moecomm.transport.base import Region, check_usable
+from moecomm.transport.allocation import agree_on_size, find_region, refusal
+from moecomm.transport.base import Region, check_rank, check_usable
 from moecomm.transport.shared_memory import InProcess, Mapping, Memfd, TempFile, Way
 
 logger = logging.getLogger(__name__)
@@ -99,21 +99,11 @@ class LoopbackMemory:
 
     def _find(self, region: Region | None) -> Region:
         self._check_usable()
-        if region is None:
-            if len(self._mappings) != 1:
-                raise ConfigError(
-                    f"region=None: means the only allocation, of which there are "
-                    f"{len(self._mappings)}"
-                )
-            return next(iter(self._mappings))
-        if region not in self._mappings:
-            raise ConfigError(f"region={region}: must be one that allocate returned")
-        return region
+        return find_region(self._mappings, region)
 
     def _peer_mapping(self, rank: int, region: Region | None) -> Mapping:
         mappings = self._mappings[self._find(region)]
-        if not isinstance(rank, int) or not 0 <= rank < len(mappings):
-            raise ConfigError(f"rank={rank!r}: must be from 0 to {len(mappings) - 1}")
+        check_rank(rank, len(mappings))
         return mappings[rank]
 
     def _try(self, way: Way, nbytes: int) -> tuple[list[Mapping] | None, str]:

@@ -15,11 +15,10 @@ from typing import Any
 
 from moecomm import env
 from moecomm.cuda_driver import call, current
-from moecomm.errors import ConfigError
 from moecomm.group import DEFAULT_TIMEOUT_S, Group
 from moecomm.transport import nvshmem_heap, nvshmem_library
-from moecomm.transport.base import Region, check_usable
-from moecomm.transport.gpu_memory import check_equal, refusal
+from moecomm.transport.allocation import agree_on_size, find_region, refusal
+from moecomm.transport.base import Region, check_rank, check_usable
 from moecomm.transport.nvshmem_heap import Block, Heap
 
 logger = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ class NvshmemMemory:
             PeerTimeout: a rank does not allocate.
         """
         check_usable(self._pid, self._closed)
-        check_equal(self._exchange({"nbytes": repr(nbytes), "refused": refusal(nbytes)}))
+        agree_on_size(self._exchange({"nbytes": repr(nbytes), "refused": refusal(nbytes)}))
         block = self._heap.allocate(self._group, nbytes, self._timeout_s)
         region = Region(block.address, nbytes)
         self._blocks[region] = block
@@ -91,8 +90,7 @@ class NvshmemMemory:
     def heap_pointer(self, rank: int, region: Region | None = None) -> int | None:
         """Where NVSHMEM has mapped the copy of ``region`` that ``rank`` has, whoever may use it."""
         address = self._find(region).address
-        if not isinstance(rank, int) or not 0 <= rank < self._group.size:
-            raise ConfigError(f"rank={rank!r}: must be from 0 to {self._group.size - 1}")
+        check_rank(rank, self._group.size)
         return self._heap.library.pointer(address, rank) or None
 
     def everybody_reachable(self, region: Region) -> bool:
@@ -139,16 +137,7 @@ class NvshmemMemory:
 
     def _find(self, region: Region | None) -> Region:
         check_usable(self._pid, self._closed)
-        if region is None:
-            if len(self._blocks) != 1:
-                raise ConfigError(
-                    f"region=None: means the only allocation, of which there are "
-                    f"{len(self._blocks)}"
-                )
-            return next(iter(self._blocks))
-        if region not in self._blocks:
-            raise ConfigError(f"region={region}: must be one that allocate returned")
-        return region
+        return find_region(self._blocks, region)
 
     def _exchange(self, message: dict[str, Any]) -> Sequence[dict[str, Any]]:
         blobs = self._group.all_gather(json.dumps(message).encode(), self._timeout_s, "allocate")

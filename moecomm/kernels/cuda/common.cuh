@@ -183,6 +183,11 @@ DEVICE u32 lane_id() { return threadIdx.x % WARP_SIZE; }
 DEVICE u32 warp_id() { return threadIdx.x / WARP_SIZE; }
 DEVICE u32 num_warps() { return blockDim.x / WARP_SIZE; }
 
+// In the dispatch stages block 0 does what concerns all, and the others move rows; alone, it does both.
+DEVICE bool is_row_block() { return blockIdx.x > 0 || gridDim.x == 1; }
+DEVICE u32 num_row_blocks() { return gridDim.x > 1 ? gridDim.x - 1 : 1; }
+DEVICE u32 row_block() { return gridDim.x > 1 ? blockIdx.x - 1 : 0; }
+
 DEVICE u32 warp_sum(u32 value)
 {
     for (u32 step = WARP_SIZE / 2; step > 0; step /= 2) value += __shfl_xor_sync(FULL_WARP, value, step);

@@ -129,10 +129,8 @@ DEVICE void count_tokens(const Args& a, const Counters& s, u32 first, u32 last)
 }
 
 // ---- shares -----------------------------------------------------------------------------------
-// Block 0 announces; the others send, or it does both if it is alone.
-DEVICE bool is_sender() { return blockIdx.x > 0 || gridDim.x == 1; }
-DEVICE u32 num_senders() { return gridDim.x > 1 ? gridDim.x - 1 : 1; }
-DEVICE u32 sender_id() { return gridDim.x > 1 ? blockIdx.x - 1 : 0; }
+// Whether this replica is the one that sends token t.
+DEVICE bool is_ours(const Args& a, u32 t) { return t % REPLICAS == a.rank % REPLICAS; }
 
 // Tokens [first, last) are this block's: a contiguous share, since what comes before is counted.
 struct Share {
@@ -141,9 +139,9 @@ struct Share {
 
 DEVICE Share token_share(u32 tokens)
 {
-    const u32 each = (tokens + num_senders() - 1) / num_senders();
+    const u32 each = (tokens + num_row_blocks() - 1) / num_row_blocks();
     Share share;
-    share.first = min(sender_id() * each, tokens);
+    share.first = min(row_block() * each, tokens);
     share.last = min(share.first + each, tokens);
     return share;
 }
@@ -166,7 +164,7 @@ DEVICE u64* chunk_flag(const Args& a, u32 chunk)
 // The block's share of the chunks, counted for all. Counters are clear before and after.
 DEVICE void publish_counts(const Args& a, const Counters& s, u32 tokens, u64 epoch)
 {
-    for (u32 chunk = sender_id(); chunk < num_chunks(tokens); chunk += num_senders()) {
+    for (u32 chunk = row_block(); chunk < num_chunks(tokens); chunk += num_row_blocks()) {
         count_tokens(a, s, chunk * CHUNK, min((chunk + 1) * CHUNK, tokens));
         __syncthreads();
         for (u32 i = threadIdx.x; i < COUNT_WORDS; i += blockDim.x)

@@ -48,8 +48,8 @@ DEVICE void receive_record(const Args& a, const Placement& s, RowPlan& plan, u32
 // Each lane watches one of the warp's records; they are copied as they come.
 DEVICE void receive_records(const Args& a, const Placement& s, RowPlan& plan, u64 epoch)
 {
-    const u32 total = s.group_start[NUM_GROUPS], stride = num_receivers() * num_warps();
-    for (u32 begin = receiver_id() * num_warps() + warp_id(); begin < total;
+    const u32 total = s.group_start[NUM_GROUPS], stride = num_row_blocks() * num_warps();
+    for (u32 begin = row_block() * num_warps() + warp_id(); begin < total;
          begin += WARP_SIZE * stride) {
         const u32 j = begin + lane_id() * stride;
         const u32 group = j < total ? group_of(s, j) : 0;
@@ -75,8 +75,8 @@ DEVICE void receive_records(const Args& a, const Placement& s, RowPlan& plan, u6
 DEVICE void receive_remote(const Args& a, const Placement& s, RowPlan& plan, u64 epoch)
 {
     const u32 total = s.group_start[NUM_GROUPS];
-    for (u32 j = receiver_id() * num_warps() + warp_id(); j < total;
-         j += num_receivers() * num_warps()) {
+    for (u32 j = row_block() * num_warps() + warp_id(); j < total;
+         j += num_row_blocks() * num_warps()) {
         const u32 source = source_of(s, j), i = j - s.source_start[source];
         const bool remote = is_remote(a, source);
         bool ok = true;

@@ -87,8 +87,8 @@ DEVICE void receive_pieces(const Args& a, const Placement& s, WarpSpace& space, 
     const u32 pieces = num_pieces(RECORD_WORDS);
     const u32 records = s.group_start[NUM_GROUPS];
     const u32 own = s.group_start[a.rank / REPLICAS];  // our own records are there first
-    for (u32 task = receiver_id() * num_warps() + warp_id(); task < records * pieces;
-         task += num_receivers() * num_warps())
+    for (u32 task = row_block() * num_warps() + warp_id(); task < records * pieces;
+         task += num_row_blocks() * num_warps())
         if (!receive_piece(a, s, space, (own + task / pieces) % records, task % pieces, epoch)) return;
 }
 

@@ -62,7 +62,7 @@ DEVICE void send_token(const Args& a, const Plan& plan, u32 t, u64 epoch)
 DEVICE void send_tokens(const Args& a, const Counters& s, Share share, const SendState& state,
                         u64 epoch)
 {
-    const u32 n = warp_id(), replica = (u32)(a.rank % REPLICAS);
+    const u32 n = warp_id();
     bool told = false;
     for (u32 first = share.first; first < share.last; first += num_warps()) {
         const u32 t = first + n;
@@ -75,7 +75,7 @@ DEVICE void send_tokens(const Args& a, const Counters& s, Share share, const Sen
             __syncthreads();  // nobody still reads counters or others' plans
             if (live) count_planned(a, s, t, s.plans[n]);
         }
-        if (live && t % REPLICAS == replica) send_token(a, s.plans[n], t, epoch);
+        if (live && is_ours(a, t)) send_token(a, s.plans[n], t, epoch);
         if (REMOTE) __syncthreads();  // all are packed
         if (REMOTE == 1) tell_mover(a, s.remote, false, &told, epoch);
         if (REMOTE == 2)
@@ -91,11 +91,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_
     u64 epoch;
     const SendState state = begin_send(a, s, &epoch);
     const u32 tokens = token_count(a);
-    if (is_divided(tokens) && is_sender()) publish_counts(a, s, tokens, epoch);
+    if (is_divided(tokens) && is_row_block()) publish_counts(a, s, tokens, epoch);
     const Share share = token_share(tokens);
     if (!count_before(a, s, blockIdx.x == 0 ? tokens : share.first, tokens, epoch)) return;
     if (blockIdx.x == 0 && !announce(a, s, tokens, state, epoch)) return;
-    if (!is_sender()) return;
+    if (!is_row_block()) return;
     if (REMOTE) plan_staging(a, s.remote, share.first, tokens);
     send_tokens(a, s, share, state, epoch);
 }

@@ -79,10 +79,9 @@ DEVICE void send_image(const Plan& plan, const Image& image, u64 epoch)
 DEVICE void send_tokens(const Args& a, const Counters& s, Share share, Image image,
                         const SendState& state, u64 epoch)
 {
-    const u32 replica = (u32)(a.rank % REPLICAS);
     image.clear_rest();
     for (u32 t = share.first; t < share.last; ++t) {
-        const bool ours = t % REPLICAS == replica;
+        const bool ours = is_ours(a, t);
         // Neither needs what is counted: these loads overlap the counting.
         Slot slot;
         if (warp_id() == 0) slot = load_slot(a, t);
@@ -106,9 +105,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_
     image.body = reinterpret_cast<u8*>(words) + (counters_bytes(1) + 15) / 16 * 16;
     image.meta = reinterpret_cast<u32*>(image.body + RECORD_WORDS * 8 - META_BYTES);
     const u32 tokens = token_count(a);
-    if (is_divided(tokens) && is_sender()) publish_counts(a, s, tokens, epoch);
+    if (is_divided(tokens) && is_row_block()) publish_counts(a, s, tokens, epoch);
     const Share share = token_share(tokens);
     if (!count_before(a, s, blockIdx.x == 0 ? tokens : share.first, tokens, epoch)) return;
     if (blockIdx.x == 0 && !announce(a, s, tokens, state, epoch)) return;
-    if (is_sender()) send_tokens(a, s, share, image, state, epoch);
+    if (is_row_block()) send_tokens(a, s, share, image, state, epoch);
 }

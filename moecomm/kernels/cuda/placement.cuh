@@ -236,12 +236,13 @@ DEVICE void write_pads(const Args& a, const Placement& s)
     }
 }
 
-DEVICE u32 group_of(const Placement& s, u32 record)
+// Which of `num` parts holds `record`; part i begins at start[i].
+DEVICE u32 part_of(const u32* start, u32 num, u32 record)
 {
-    u32 low = 0, high = (u32)NUM_GROUPS - 1;
+    u32 low = 0, high = num - 1;
     while (low < high) {
         const u32 middle = (low + high + 1) / 2;
-        if (s.group_start[middle] <= record)
+        if (start[middle] <= record)
             low = middle;
         else
             high = middle - 1;
@@ -249,19 +250,16 @@ DEVICE u32 group_of(const Placement& s, u32 record)
     return low;
 }
 
+DEVICE u32 group_of(const Placement& s, u32 record)
+{
+    return part_of(s.group_start, (u32)NUM_GROUPS, record);
+}
+
 // Record j comes from a group, or with remote peers from a rank.
 DEVICE u32 source_of(const Placement& s, u32 record)
 {
     if (!REMOTE || REPLICAS == 1) return group_of(s, record);
-    u32 low = 0, high = (u32)NUM_RANKS - 1;
-    while (low < high) {
-        const u32 middle = (low + high + 1) / 2;
-        if (s.source_start[middle] <= record)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    return low;
+    return part_of(s.source_start, (u32)NUM_RANKS, record);
 }
 
 // Where one record goes; in shared memory, filled by one warp.
@@ -315,7 +313,7 @@ DEVICE bool begin_recv(const Args& a, u64* epoch)
 }
 
 // Waits for every head and works out where rows go. True: rows are to be received. Block 0 reports
-// the counts; the others receive (receiver_id of num_receivers), or it does both if it is alone.
+// the counts; the others receive, or it does both if it is alone.
 DEVICE bool place_rows(const Args& a, const Placement& s, u64 epoch)
 {
     if (!heads_arrived(a, s, epoch)) return false;
@@ -327,8 +325,5 @@ DEVICE bool place_rows(const Args& a, const Placement& s, u64 epoch)
         plan_returns(a, s.group_rows);
     }
     if (LAYOUT == LAYOUT_GROUPED) write_pads(a, s);
-    return blockIdx.x > 0 || gridDim.x == 1;
+    return is_row_block();
 }
-
-DEVICE u32 receiver_id() { return gridDim.x > 1 ? blockIdx.x - 1 : 0; }
-DEVICE u32 num_receivers() { return gridDim.x > 1 ? gridDim.x - 1 : 1; }

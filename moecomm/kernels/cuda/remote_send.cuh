@@ -11,7 +11,6 @@ DEVICE void count_remote(const Args& a, const RemoteCounts& c, u32 begin, u32 to
 {
     const u32 per_step = WARP_SIZE / TOP_K, stride = num_warps() * per_step;
     const u32 sub = lane_id() / TOP_K, k = lane_id() % TOP_K;
-    const u32 replica = (u32)(a.rank % REPLICAS);
     for (u32 t = warp_id() * per_step; t < tokens; t += REMOTE_COUNTS_AT_ONCE * stride) {
         u32 experts[REMOTE_COUNTS_AT_ONCE];
         UNROLL for (u32 i = 0; i < REMOTE_COUNTS_AT_ONCE; ++i) {
@@ -26,7 +25,7 @@ DEVICE void count_remote(const Args& a, const RemoteCounts& c, u32 begin, u32 to
             const bool row = is_first(same_key(named, sub << 16 | experts[i])) && named;
             const bool record = is_first(same_key(named, sub << 16 | rank)) && named;
             if (token < begin && (ROWS_PER_RANK ? record : row)) atomicAdd(&c.rows[rank], 1u);
-            if (record && token % REPLICAS == replica)
+            if (record && is_ours(a, token))
                 atomicAdd(token < begin ? &c.records[rank] : &c.first[rank], 1u);
         }
     }
@@ -57,8 +56,6 @@ DEVICE u32 rows_back(const Plan& plan, u32 rank)
             rows += plan.expert[k] != NO_EXPERT && expert_rank(plan.expert[k]) == rank;
     return rows;
 }
-
-DEVICE bool is_ours(const Args& a, u32 t) { return t % REPLICAS == a.rank % REPLICAS; }
 
 // The number of the first row that `rank` gives back for token t, number n of those in hand.
 DEVICE u32 first_row_back(const Counters& s, u32 n, u32 rank)
@@ -159,12 +156,11 @@ DEVICE bool private_done(const Args& a, const RemoteCounts& c)
 DEVICE void tell_mover(const Args& a, const RemoteCounts& c, bool last, bool* told, u64 epoch)
 {
     if (REMOTE != 1 || warp_id() > 0) return;
-    const u32 parts = gridDim.x > 1 ? gridDim.x - 1 : 1;
     if (!*told && (last || private_done(a, c))) {
         *told = true;
-        if (lane_id() == 0) part_done(a, DOOR_PRIVATE, parts, epoch);
+        if (lane_id() == 0) part_done(a, DOOR_PRIVATE, num_row_blocks(), epoch);
     }
-    if (last && lane_id() == 0) part_done(a, DOOR_RECORDS, parts, epoch);
+    if (last && lane_id() == 0) part_done(a, DOOR_RECORDS, num_row_blocks(), epoch);
 }
 
 // One warp. Whole records are moved: what is left of the last 16 bytes behind the scales is defined,
@@ -219,11 +215,10 @@ DEVICE void put_chunks(const Args& a, const RemoteCounts& c, const Plan& plan, u
 // Behind the barrier after `num` tokens of this block are packed. Whole block.
 DEVICE void put_packed(const Args& a, const RemoteCounts& c, Plan* plans, u32 first, u32 num, u64 epoch)
 {
-    const u32 replica = (u32)(a.rank % REPLICAS);
     for (u32 i = warp_id(); i < num; i += num_warps())
-        if ((first + i) % REPLICAS == replica) count_chunks(a, c, plans[i]);
+        if (is_ours(a, first + i)) count_chunks(a, c, plans[i]);
     __syncthreads();  // all know what is complete, and may read it
     for (u32 i = 0; i < num; ++i)
-        if ((first + i) % REPLICAS == replica) put_chunks(a, c, plans[i], epoch);
+        if (is_ours(a, first + i)) put_chunks(a, c, plans[i], epoch);
     // put_block has a barrier inside, so nobody is still behind the last one that had something.
 }

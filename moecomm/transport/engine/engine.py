@@ -9,7 +9,7 @@ from typing import Final, Self
 
 from moecomm.errors import ConfigError, PeerTimeout, StateError, TransportError
 from moecomm.group import DEFAULT_TIMEOUT_S, Group
-from moecomm.transport.base import Operation, Region, RemoteRegion, check_imm
+from moecomm.transport.base import Operation, Region, RemoteRegion, check_imm, check_rank
 from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.commands import Commands, Place
@@ -174,7 +174,7 @@ class TransferEngine(Writes):
     def send(self, rank: int, data: bytes, sent: Callable[[], None] | None = None) -> Operation:
         """Send a message of up to ``EngineOptions.message_bytes``; ``data`` is copied."""
         self._check_usable()
-        self._check_rank(rank)
+        check_rank(rank, self.size)
         return self._messages.send(rank, data, sent)
 
     def receive(self, timeout_s: float = 0.0) -> tuple[int, bytes] | None:
@@ -241,7 +241,7 @@ class TransferEngine(Writes):
     def control_places(self, rank: int, nic: int) -> tuple[Place, Place]:
         """Source and target of a program's writes of nothing to ``rank`` by NIC ``nic``."""
         self._check_usable()
-        self._check_rank(rank)
+        check_rank(rank, self.size)
         return self._control_source(nic), self._control_target(nic, rank)
 
     def set_timeout(self, timeout_s: float) -> None:

@@ -13,8 +13,8 @@ from typing import Any, Final
 from moecomm.agreement import together
 from moecomm.errors import ConfigError, MoecommError, TransportError, TransportUnavailable
 from moecomm.group import Group
-from moecomm.transport.allocation import agree_on_size, refusal
-from moecomm.transport.base import Region, RemoteRegion, check_usable
+from moecomm.transport.allocation import agree_on_size, find_region, refusal
+from moecomm.transport.base import Region, RemoteRegion, check_rank, check_usable
 from moecomm.transport.engine import jit
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.blocks import Block, check_mapped
@@ -198,16 +198,8 @@ class SymmetricMemory:
     def peer_pointer(self, rank: int, region: Region | None = None) -> int | None:
         """See ``Memory.peer_pointer``: this rank's own; peers are reached by writes alone."""
         self._check_usable()
-        if region is None:
-            if len(self._allocated) != 1:
-                raise ConfigError(
-                    "region=None: means the only allocation, of which there are "
-                    f"{len(self._allocated)}"
-                )
-            region = next(iter(self._allocated))
-        if region not in self._allocated:
-            raise ConfigError(f"region={region}: must be one that allocate returned")
-        self._check_rank(rank)
+        region = find_region(self._allocated, region)
+        check_rank(rank, self.size)
         return region.address if rank == self.rank else None
 
     def close(self) -> None:
@@ -304,10 +296,6 @@ class SymmetricMemory:
 
     def _check_usable(self) -> None:
         check_usable(self._pid, self._closed)
-
-    def _check_rank(self, rank: int) -> None:
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
-            raise ConfigError(f"rank={rank!r}: must be from 0 to {self.size - 1}")
 
     def _named(self, error: TransportError) -> TransportError:
         error.transport = self._nics[0].transport

@@ -8,7 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from moecomm.errors import ConfigError
-from moecomm.transport.base import Operation, PeerGroup, Region, RemoteRegion, Write, check_imm
+from moecomm.transport.base import (
+    Operation,
+    PeerGroup,
+    Region,
+    RemoteRegion,
+    Write,
+    check_imm,
+    check_rank,
+)
 from moecomm.transport.engine import records as R
 from moecomm.transport.engine.commands import Commands, Place, keys, pages, write_rows
 from moecomm.transport.engine.operations import Queued
@@ -27,7 +35,7 @@ class Writes(OperationQueue):
         """See ``Transfer.peer_group``."""
         self._check_usable()
         for rank in ranks:
-            self._check_rank(rank)
+            check_rank(rank, self.size)
         return PeerGroup(tuple(ranks))
 
     def write(
@@ -79,7 +87,7 @@ class Writes(OperationQueue):
         in turn. ``imm`` comes once with every page.
         """
         self._check_write(imm, 1)
-        self._check_rank(dst.rank)
+        check_rank(dst.rank, self.size)
         if isinstance(page_bytes, bool) or not isinstance(page_bytes, int) or page_bytes < 1:
             raise ConfigError(f"page_bytes={page_bytes!r}: must be an integer from 1")
         self._check_length(page_bytes)
@@ -118,7 +126,7 @@ class Writes(OperationQueue):
         self._check_write(imm, shards)
         commands = Commands(operation)
         for write in writes:
-            self._check_rank(write.dst.rank)
+            check_rank(write.dst.rank, self.size)
             nbytes, registered, places = write.src.nbytes, None, None
             if nbytes or write.dst.key:
                 places = resolve(write.dst, self.num_nics)
