@@ -1,7 +1,8 @@
 """Every size and byte offset of one exchange, computed once.
 
-``Layout`` is pure arithmetic on Python integers. Device code gets the same numbers as text
-(``defines``) or as a table (``values``); nothing else in the package computes an offset.
+``Layout`` is pure arithmetic on Python integers; where its regions lie is in ``regions``. Device
+code gets the same numbers as text (``defines``) or as a table (``constants``); nothing else in the
+package computes an offset.
 
 Letters: R ranks, D replicas, G = R/D source groups, E experts, L local experts (``Lmax`` on the
 rank that has most), T ``max_tokens``, K ``top_k``, H ``hidden``, S scales a row, F ``in_flight``.
@@ -12,13 +13,13 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Final
 
+from moecomm import regions
 from moecomm.arena import ALIGN, Arena, round_up
 from moecomm.config import MAX_RANKS, MoeConfig
 from moecomm.dtypes import itemsize
 from moecomm.errors import ConfigError
-from moecomm.remote import EXTRA_HEAD_WORDS, LOCAL_NAMES, NO_REMOTE, Remote, RemoteAreas
+from moecomm.remote import EXTRA_HEAD_WORDS, Remote, RemoteAreas
 
-WORD: Final = 8
 LINE_BYTES: Final = 128
 LINE_DATA_BYTES: Final = 120  # the last word of a line is its flag
 LINES_MAX_TOKENS: Final = 512
@@ -29,10 +30,6 @@ UNDIVIDED_TOKENS: Final = 512
 LEAST_CHUNK: Final = 128
 MOST_CHUNKS: Final = 32
 MAX_ROWS: Final = 2**31 - 1  # row numbers are int32 for the caller (grouped GEMM kernels want that)
-
-# Numbers that device code compares against; `defines` hands them over by name.
-LAYOUT_CODES: Final = {"batched": 0, "grouped": 1, "rank": 2}
-STATS_PHASES: Final = 4
 
 
 class Layout:
@@ -255,65 +252,17 @@ class Layout:
     def count_chunks(self) -> int:
         return -(-self.cfg.max_tokens // self.count_chunk)
 
-    # ---- arenas --------------------------------------------------------------------------
+    # ---- regions, and what device code is told of them ----------------------------------------
 
     @cached_property
     def symmetric(self) -> Arena:
-        """What peers write to. The same on every rank. Flags first: their place never depends
-        on row sizes."""
-        cfg, arena = self.cfg, Arena()
-        slots, tokens = cfg.in_flight, cfg.max_tokens
-        records = slots * self.num_sources * self.source_tokens
-        places = slots * tokens * self.combine_places
-        arena.add("abort", WORD)
-        arena.add("roll", (1 + self.num_ranks) * WORD)
-        arena.add("ack", slots * self.num_ranks * WORD)
-        arena.add("head", slots * self.num_ranks * self.head_words * WORD)
-        arena.add("record_flag", records * WORD)
-        arena.add("combine_flag", places * WORD)
-        # Lines hold flags, which begin at zero; other rows mean nothing before they are written.
-        arena.add("record", records * self.record_bytes, poison=not self.lines, payload=True)
-        arena.add("combine_row", places * self.combine_stride, poison=not self.lines, payload=True)
-        return arena
+        """What peers write to. The same on every rank."""
+        return regions.symmetric(self)
 
     @cached_property
     def local(self) -> Arena:
         """What only this rank's kernels and its host touch, received rows included."""
-        cfg, arena = self.cfg, Arena()
-        slots, tokens, top_k = cfg.in_flight, cfg.max_tokens, cfg.top_k
-        records, rows = self.num_groups * tokens, self.slot_rows
-        arena.add("peers", self.num_ranks * WORD)
-        arena.add("epoch", slots * 2 * WORD)
-        arena.add("claim", 4 * WORD)
-        arena.add("overflowed", slots * WORD)
-        arena.add("stat_sent", self.num_ranks * WORD)
-        arena.add("stat_recv", self.num_groups * WORD)
-        arena.add("stat_rows", self.num_groups * WORD)
-        arena.add("stat_expert", self.max_local_experts * WORD)
-        arena.add("stat_wait_ns", STATS_PHASES * self.num_ranks * WORD)
-        arena.add("chunk_flag", slots * self.count_chunks * WORD)
-        words = cfg.num_experts + self.num_ranks
-        arena.add("chunk_count", slots * self.count_chunks * words * 4, poison=True)
-        arena.add("num_tokens", slots * 4, poison=True)
-        arena.add("num_records", slots * 4, poison=True)
-        arena.add("route", slots * tokens * top_k * 4, poison=True)
-        arena.add("num_dest", slots * tokens * 4, poison=True)
-        arena.add("weight", slots * tokens * top_k * 4, poison=True)
-        arena.add("meta", slots * records * self.meta_bytes, poison=True)
-        arena.add("row_of", slots * records * top_k * 4, poison=True)
-        per_row = top_k if cfg.layout == "rank" else 1
-        arena.add("counts", slots * self.max_local_experts * 4, poison=True)
-        arena.add("offsets", slots * (self.max_local_experts + 1) * 4, poison=True)
-        arena.add("num_rows", slots * 4, poison=True)
-        arena.add("src_rank", slots * rows * 4, poison=True)
-        arena.add("src_token", slots * rows * 4, poison=True)
-        arena.add("row_expert", slots * rows * top_k * 4 * (cfg.layout == "rank"), poison=True)
-        arena.add("row_weight", slots * rows * per_row * 4, poison=True)
-        arena.add("x_scale", slots * rows * cfg.recv_scales * 4, poison=True)
-        arena.add("x", slots * self.recv_slot_bytes, poison=True)
-        if self.areas is not None:
-            self.areas.add_local(arena, self)
-        return arena
+        return regions.local(self)
 
     @cached_property
     def areas(self) -> RemoteAreas | None:
@@ -325,59 +274,10 @@ class Layout:
         """Bytes of one slot's ``recv.x``, padded so that every slot starts aligned."""
         return round_up(self.slot_rows * self.recv_row_bytes, ALIGN)
 
-    # ---- what device code is told ----------------------------------------------------------
-
     @cached_property
     def constants(self) -> dict[str, int]:
         """Name → value, equal on all ranks (what differs travels in the launch arguments)."""
-        cfg = self.cfg
-        share, extra = divmod(cfg.num_experts, self.num_ranks)
-        table = {
-            "NUM_RANKS": self.num_ranks,
-            "REPLICAS": cfg.replicas,
-            "NUM_GROUPS": self.num_groups,
-            "NUM_EXPERTS": cfg.num_experts,
-            "EXPERTS_SHARE": share,
-            "EXPERTS_EXTRA": extra,
-            "MAX_LOCAL": self.max_local_experts,
-            "MAX_TOKENS": cfg.max_tokens,
-            "TOP_K": cfg.top_k,
-            "HIDDEN": cfg.hidden,
-            "NUM_SCALES": cfg.num_scales,
-            "RECV_SCALES": cfg.recv_scales,
-            "SCALE_BLOCK": (cfg.coded.block if cfg.coded else cfg.scale_block) or 0,
-            "SCALE_POW2": int(cfg.scale_pow2),
-            "LAYOUT": LAYOUT_CODES[cfg.layout],
-            "ALIGNMENT": cfg.expert_alignment,
-            "ROWS_PER_RANK": int(self.rows_per_rank),
-            "SLOT_ROWS": self.slot_rows,
-            "SLOT_X_BYTES": self.recv_slot_bytes,
-            "CAPACITY": self.expert_capacity if cfg.layout == "batched" else self.slot_rows,
-            "SENDER_REDUCES": int(cfg.reduce == "sender"),
-            "CAPPED": int(self.capped),
-            "CHECK_VALUES": int(cfg.check_values),
-            "COUNT_CHUNK": self.count_chunk,
-            "COUNT_CHUNKS": self.count_chunks,
-            "HEAD_WORDS": self.head_words,
-            "PLACES": self.combine_places,
-            "RECV_ROW_BYTES": self.recv_row_bytes,
-            "RECORD_BYTES": self.record_bytes,
-            "RECORD_WORDS": self.record_image_bytes // WORD,
-            "RECORD_ROW_OFF": self.record_row_offset,
-            "RECORD_SCALE_OFF": self.record_scale_offset,
-            "META_BYTES": self.meta_bytes,
-            "COMBINE_ROW_BYTES": self.combine_row_bytes,
-            "COMBINE_STRIDE": self.combine_stride,
-            "NUM_SOURCES": self.num_sources,
-            "SOURCE_TOKENS": self.source_tokens,
-        }
-        table |= {f"LOC_{name.upper()}": 0 for name in LOCAL_NAMES}
-        table |= NO_REMOTE
-        if self.areas is not None:
-            table |= self.areas.constants
-        table |= {f"SYM_{r.name.upper()}": r.offset for r in self.symmetric}
-        table |= {f"LOC_{r.name.upper()}": r.offset for r in self.local}
-        return table
+        return regions.constants(self)
 
     def defines(self) -> dict[str, str]:
         """``constants`` as C literals, for kernels compiled for this very problem."""

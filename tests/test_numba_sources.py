@@ -23,7 +23,7 @@ from moecomm.kernels.numba_jit.lowered import lower
 from moecomm.kernels.numba_jit.problem import numbers
 from moecomm.kernels.numba_jit.sources import MACHINE, package_files, read
 from moecomm.kernels.stages import STAGES
-from moecomm.layout import LAYOUT_CODES
+from moecomm.regions import LAYOUT_CODES
 from moecomm.remote import Remote
 from moecomm.runtime import open_runtime
 from moecomm.store_local import LocalStore
