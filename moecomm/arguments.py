@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moecomm.arrays import ArrayView
-from moecomm.checks import DispatchInputs
+from moecomm.checks_dispatch import DispatchInputs
 from moecomm.kernels.args import ArgBlock, Args
 from moecomm.layout import Layout
 from moecomm.runtime.base import Runtime

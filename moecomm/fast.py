@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from moecomm import dtypes
 from moecomm.arrays import Device
-from moecomm.checks import FP8, input_dtypes
+from moecomm.checks_dispatch import FP8, input_dtypes
 from moecomm.config import MoeConfig
 
 ROW_ALIGN: Final = 15  # address bits that must be 0: kernels move 16-byte words

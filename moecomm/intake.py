@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moecomm import arguments, arrays, checks
+from moecomm import arguments, arrays, checks_combine, checks_dispatch
 from moecomm.arrays import ArrayView, Kind
 from moecomm.fast import FastTensors
 from moecomm.handle import Handle
@@ -31,7 +31,7 @@ class Intake:
         back; device code's number for ``x``'s element type; the stream; what to keep until the
         launch.
 
-        Raises: see ``checks.check_dispatch_inputs``.
+        Raises: see ``checks_dispatch.check_dispatch_inputs``.
         """
         if self._fast is not None:
             quick = self._fast.dispatch(x, topk_idx, topk_weights, x_scale, num_tokens)
@@ -40,7 +40,7 @@ class Intake:
                 return words, rows, "torch", code, self._run.stream(stream, "torch"), None
         kind = arrays.kind_of(x, self._run.device)
         where = self._run.stream(stream, kind)
-        given = checks.check_dispatch_inputs(
+        given = checks_dispatch.check_dispatch_inputs(
             self._cfg,
             x,
             topk_idx,
@@ -60,13 +60,13 @@ class Intake:
     def outputs(self, y: Any, handle: Handle, stream: Any) -> tuple[tuple[int, ...], int, object]:
         """Values of ``Y_FIELDS``, the stream, what to keep until the launch.
 
-        Raises: see ``checks.check_combine_inputs``.
+        Raises: see ``checks_combine.check_combine_inputs``.
         """
         where = self._run.stream(stream, handle.kind)
         quick = None if self._fast is None else self._fast.outputs(y)
         if quick is not None:
             return quick, where, None
-        rows = checks.check_combine_inputs(
+        rows = checks_combine.check_combine_inputs(
             self._cfg,
             y,
             self._layout.recv_shape,
@@ -81,7 +81,7 @@ class Intake:
     ) -> tuple[tuple[int, ...], object]:
         """Values of ``WEIGHT_FIELDS`` and what to keep.
 
-        Raises: see ``checks.check_combine_weights``.
+        Raises: see ``checks_combine.check_combine_weights``.
         """
         if topk_weights is None and handle.weights_given:
             return (0, 0), None
@@ -89,7 +89,7 @@ class Intake:
             quick = self._fast.weights(topk_weights, handle.num_rows)
             if quick is not None:
                 return quick, None
-        found = checks.check_combine_weights(
+        found = checks_combine.check_combine_weights(
             self._cfg,
             topk_weights,
             handle.num_rows,
@@ -105,7 +105,7 @@ class Intake:
     ) -> tuple[tuple[int, ...], Any]:
         """Values of ``OUT_FIELDS`` and the array they describe: ``out``, or a new one.
 
-        Raises: see ``checks.check_out``.
+        Raises: see ``checks_combine.check_out``.
         """
         if self._fast is not None and isinstance(accumulate, bool):
             if out is None and not accumulate and stream is None and handle.kind == "torch":
@@ -115,7 +115,7 @@ class Intake:
             if found_quickly is not None:
                 return (*found_quickly, accumulate), out
         device = self._run.device
-        found = checks.check_out(self._cfg, out, handle.num_rows, accumulate, device)
+        found = checks_combine.check_out(self._cfg, out, handle.num_rows, accumulate, device)
         if found is None:
             shape, dtype = (handle.num_rows, self._cfg.hidden), self._cfg.combine_dtype
             asked = _asked(stream, handle.kind, where)

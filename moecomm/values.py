@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moecomm.arrays import as_numpy
-from moecomm.checks import DispatchInputs
+from moecomm.checks_dispatch import DispatchInputs
 from moecomm.config import MoeConfig
 from moecomm.errors import ConfigError
 from moecomm.reports import bad_expert

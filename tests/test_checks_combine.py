@@ -12,7 +12,7 @@ from fake_gpu import GpuArray
 from payload import assert_same_bits, payload
 
 from moecomm.arrays import ArrayView, as_numpy
-from moecomm.checks import check_combine_inputs, check_combine_weights, check_out
+from moecomm.checks_combine import check_combine_inputs, check_combine_weights, check_out
 from moecomm.config import MoeConfig
 from moecomm.errors import ConfigError, DtypeError
 

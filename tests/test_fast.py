@@ -12,12 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moecomm.arguments import dispatch_words, row_words, weight_words
-from moecomm.checks import (
-    check_combine_inputs,
-    check_combine_weights,
-    check_dispatch_inputs,
-    check_out,
-)
+from moecomm.checks_combine import check_combine_inputs, check_combine_weights, check_out
+from moecomm.checks_dispatch import check_dispatch_inputs
 from moecomm.config import MoeConfig
 from moecomm.errors import ConfigError
 from moecomm.fast import FastTensors

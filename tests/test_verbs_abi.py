@@ -1,4 +1,4 @@
-"""The structures and offsets of ``verbs.abi`` against the header that is installed here."""
+"""``verbs.structures``, and ``verbs.abi``'s numbers, against the header that is installed."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from moecomm.transport.verbs import abi, statuses
+from moecomm.transport.verbs import abi, statuses, structures
 
 HEADER = Path("/usr/include/infiniband/verbs.h")
 # structure in C → ours; fields that are named otherwise there
 STRUCTURES: dict[str, tuple[type[ctypes.Structure], dict[str, str]]] = {
-    "ibv_qp_cap": (abi.QpCap, {}),
-    "ibv_qp_init_attr": (abi.QpInitAttr, {}),
-    "ibv_global_route": (abi.GlobalRoute, {}),
-    "ibv_ah_attr": (abi.AhAttr, {}),
-    "ibv_qp_attr": (abi.QpAttr, {"padding": ""}),
+    "ibv_qp_cap": (structures.QpCap, {}),
+    "ibv_qp_init_attr": (structures.QpInitAttr, {}),
+    "ibv_global_route": (structures.GlobalRoute, {}),
+    "ibv_ah_attr": (structures.AhAttr, {}),
+    "ibv_qp_attr": (structures.QpAttr, {"padding": ""}),
     "ibv_srq_init_attr": (
-        abi.SrqInitAttr,
+        structures.SrqInitAttr,
         {"max_wr": "attr.max_wr", "max_sge": "attr.max_sge", "srq_limit": "attr.srq_limit"},
     ),
-    "ibv_port_attr": (abi.PortAttr, {"room": ""}),
-    "ibv_device_attr": (abi.DeviceAttr, {"guids": "node_guid", "others": "max_mr"}),
-    "ibv_td_init_attr": (abi.TdInitAttr, {}),
-    "ibv_parent_domain_init_attr": (abi.ParentDomainInitAttr, {}),
-    "ibv_sge": (abi.Sge, {}),
+    "ibv_port_attr": (structures.PortAttr, {"room": ""}),
+    "ibv_device_attr": (structures.DeviceAttr, {"guids": "node_guid", "others": "max_mr"}),
+    "ibv_td_init_attr": (structures.TdInitAttr, {}),
+    "ibv_parent_domain_init_attr": (structures.ParentDomainInitAttr, {}),
+    "ibv_sge": (structures.Sge, {}),
     "ibv_send_wr": (
-        abi.SendWr,
+        structures.SendWr,
         {
             "ah": "wr.ud.ah",
             "remote_qpn": "wr.ud.remote_qpn",
@@ -37,8 +37,8 @@ STRUCTURES: dict[str, tuple[type[ctypes.Structure], dict[str, str]]] = {
             "rest": "",
         },
     ),
-    "ibv_recv_wr": (abi.RecvWr, {}),
-    "ibv_wc": (abi.Wc, {"rest": ""}),
+    "ibv_recv_wr": (structures.RecvWr, {}),
+    "ibv_wc": (structures.Wc, {"rest": ""}),
 }
 OPS = "offsetof(struct ibv_context, ops) + offsetof(struct ibv_context_ops, {})"
 INNER = "(long)offsetof(struct verbs_context, {}) - (long)offsetof(struct verbs_context, context)"

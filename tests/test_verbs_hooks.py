@@ -14,7 +14,7 @@ from verbs_ends import Event, Post
 
 from moecomm.transport.engine import records
 from moecomm.transport.engine.provider import MAX_BURST
-from moecomm.transport.verbs import abi, hooks, posting_state, statuses
+from moecomm.transport.verbs import abi, hooks, posting_state, statuses, structures
 
 _Function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 _PollFunction = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
@@ -42,7 +42,7 @@ class Library:
     def __init__(self) -> None:
         self.calls: list[list[Request]] = []
         self.receives: list[tuple[int, list[int]]] = []  # queue, numbers
-        self.completions: list[abi.Wc] = []
+        self.completions: list[structures.Wc] = []
         self.room, self.refusal = 1 << 30, errno.ENOMEM
         self.most_polled = 0
         functions = _Function(self._post_send), _Function(self._post_srq), _PollFunction(self._poll)
@@ -65,7 +65,7 @@ class Library:
         return count if count < 0 else [Event.from_buffer_copy(e) for e in array[:count]]
 
     def complete(self, number: int, opcode: int, status: int = 0, **fields: int) -> None:
-        self.completions.append(abi.Wc(wr_id=number, opcode=opcode, status=status, **fields))
+        self.completions.append(structures.Wc(wr_id=number, opcode=opcode, status=status, **fields))
 
     def _post_send(self, qp: int, first: int, bad: int) -> int:
         taken: list[Request] = []
@@ -75,10 +75,10 @@ class Library:
             if len(taken) >= self.room:
                 ctypes.c_uint64.from_address(bad).value = address
                 return self.refusal
-            request = abi.SendWr.from_address(address)
+            request = structures.SendWr.from_address(address)
             payload = None
             if request.num_sge:
-                sge = abi.Sge.from_address(request.sg_list)
+                sge = structures.Sge.from_address(request.sg_list)
                 payload = sge.addr, sge.length, sge.lkey
             imm = None
             if request.opcode == abi.WR_RDMA_WRITE_WITH_IMM:
@@ -93,7 +93,7 @@ class Library:
     def _post_srq(self, queue: int, first: int, bad: int) -> int:
         numbers, address = [], first
         while address:
-            receive = abi.RecvWr.from_address(address)
+            receive = structures.RecvWr.from_address(address)
             numbers.append(receive.wr_id)
             address = receive.next
         self.receives.append((queue, numbers))

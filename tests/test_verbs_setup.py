@@ -22,6 +22,7 @@ from moecomm.transport.verbs import (
     library,
     queues,
     statuses,
+    structures,
 )
 from moecomm.transport.verbs.bootstrap import Address
 from moecomm.transport.verbs.devices import Limits, choose_ports
@@ -220,7 +221,7 @@ def test_single_threaded_domains(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @ctypes.CFUNCTYPE(pointer, pointer, pointer)
     def alloc_parent(context: int, attributes: int) -> int:
-        given = abi.ParentDomainInitAttr.from_address(attributes)
+        given = structures.ParentDomainInitAttr.from_address(attributes)
         made.append((given.pd, given.td))
         return 0x2000
 

@@ -9,7 +9,7 @@ from ctypes import POINTER, c_int, c_void_p
 from typing import Any, Final
 
 from moecomm.errors import TransportError
-from moecomm.transport.verbs import abi
+from moecomm.transport.verbs import abi, structures
 from moecomm.transport.verbs.domains import ProtectionDomain
 from moecomm.transport.verbs.library import TRANSPORT, library, made
 from moecomm.transport.verbs.queues import CompletionQueue, DatagramQueuePair, Parameters, route
@@ -69,8 +69,8 @@ class Datagrams:
             return False
         slot = self._sends.popleft()
         ctypes.memmove(self._address(slot), data, len(data))
-        sge = abi.Sge(self._address(slot), len(data), self._keys.local)
-        request = abi.SendWr(
+        sge = structures.Sge(self._address(slot), len(data), self._keys.local)
+        request = structures.SendWr(
             wr_id=slot,
             sg_list=ctypes.addressof(sge),
             num_sge=1,
@@ -92,7 +92,7 @@ class Datagrams:
             TransportError: the endpoint is broken.
         """
         came: list[bytes] = []
-        completions = (abi.Wc * _BATCH)()
+        completions = (structures.Wc * _BATCH)()
         while True:
             address = ctypes.addressof(completions)
             count = self._poll(self._completions.pointer, _BATCH, address)
@@ -118,7 +118,7 @@ class Datagrams:
     def _address(self, slot: int) -> int:
         return self._base + slot * SLOT_BYTES
 
-    def _finish(self, completion: abi.Wc, came: list[bytes]) -> None:
+    def _finish(self, completion: structures.Wc, came: list[bytes]) -> None:
         slot = completion.wr_id & (_RECEIVE - 1)
         if completion.status:
             what = "receive" if completion.wr_id & _RECEIVE else "send"
@@ -131,13 +131,13 @@ class Datagrams:
         self._post_receive(slot)
 
     def _post_receive(self, slot: int) -> None:
-        sge = abi.Sge(self._address(slot), SLOT_BYTES, self._keys.local)
-        request = abi.RecvWr(wr_id=_RECEIVE | slot, sg_list=ctypes.addressof(sge), num_sge=1)
+        sge = structures.Sge(self._address(slot), SLOT_BYTES, self._keys.local)
+        request = structures.RecvWr(wr_id=_RECEIVE | slot, sg_list=ctypes.addressof(sge), num_sge=1)
         status = self._request(self._post_recv, request)
         if status:
             raise self._broken("ibv_post_recv", -abs(status))
 
-    def _request(self, post: Any, request: abi.SendWr | abi.RecvWr) -> int:
+    def _request(self, post: Any, request: structures.SendWr | structures.RecvWr) -> int:
         assert self._pair is not None
         bad = c_void_p()
         place = ctypes.cast(ctypes.pointer(bad), POINTER(c_void_p))

@@ -11,7 +11,7 @@ from typing import Final
 
 from moecomm import env
 from moecomm.errors import ConfigError, TransportUnavailable
-from moecomm.transport.verbs import abi, gids
+from moecomm.transport.verbs import abi, gids, structures
 from moecomm.transport.verbs.library import TRANSPORT, done, library, made
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class Device:
         self.gid = gids.choose(table, str(port), roce=port.roce, wanted=gid_index)
         self.context = _open(port.device)
         try:
-            attributes = abi.PortAttr()
+            attributes = structures.PortAttr()
             status = library().ibv_query_port(
                 self.context, port.number, ctypes.addressof(attributes)
             )
@@ -131,7 +131,7 @@ class Device:
         self.mtu = int(attributes.active_mtu)  # enum ibv_mtu: 1 is 256 bytes, 5 is 4096
         self.max_message = int(attributes.max_msg_sz)
         self.poll_cq, self.post_send, self.post_recv, self.post_srq_recv = (
-            abi.load(ctypes.c_uint64, self.context + offset)
+            structures.load(ctypes.c_uint64, self.context + offset)
             for offset in (
                 abi.CONTEXT_POLL_CQ,
                 abi.CONTEXT_POST_SEND,
@@ -148,7 +148,7 @@ class Device:
             self.context = 0
 
     def _query(self) -> Limits:
-        attributes = abi.DeviceAttr()
+        attributes = structures.DeviceAttr()
         status = library().ibv_query_device(self.context, ctypes.addressof(attributes))
         done(status, "ibv_query_device", self.port.device)
         return Limits(

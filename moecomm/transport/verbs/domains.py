@@ -12,7 +12,7 @@ from ctypes import c_int, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any, Final
 
-from moecomm.transport.verbs import abi
+from moecomm.transport.verbs import abi, structures
 from moecomm.transport.verbs.devices import Device
 from moecomm.transport.verbs.dmabuf import DmaBuf
 from moecomm.transport.verbs.library import VerbsError, done, library, made
@@ -81,8 +81,8 @@ class ProtectionDomain:
             hint = _hint(ctypes.get_errno(), nbytes, on_gpu=on_gpu)
             handle = made(handle, "ibv_reg_mr", f"{self.where}: {nbytes} bytes", hint)
         self._registered.add(handle)
-        local = abi.load(c_uint32, handle + abi.MR_LKEY)
-        return Keys(handle, local, abi.load(c_uint32, handle + abi.MR_RKEY), by_dmabuf)
+        local = structures.load(c_uint32, handle + abi.MR_LKEY)
+        return Keys(handle, local, structures.load(c_uint32, handle + abi.MR_RKEY), by_dmabuf)
 
     def deregister(self, keys: Keys) -> None:
         """The inverse of ``register``; the range may be freed afterwards."""
@@ -136,11 +136,11 @@ def _single_threaded(context: int, plain: int) -> tuple[int, int]:
     alloc = _inline(context, abi.VERBS_ALLOC_PARENT_DOMAIN, c_void_p, c_void_p, c_void_p)
     if alloc_td is None or alloc is None:
         return 0, 0
-    nothing = abi.TdInitAttr()
+    nothing = structures.TdInitAttr()
     thread_domain = alloc_td(context, ctypes.addressof(nothing))
     if not thread_domain:
         return 0, 0
-    attributes = abi.ParentDomainInitAttr(pd=plain, td=thread_domain)
+    attributes = structures.ParentDomainInitAttr(pd=plain, td=thread_domain)
     parent = alloc(context, ctypes.addressof(attributes))
     if not parent:
         with contextlib.suppress(TypeError):  # a driver with one half of the pair
@@ -152,9 +152,9 @@ def _single_threaded(context: int, plain: int) -> tuple[int, int]:
 def _inline(context: int, offset: int, result: Any, *arguments: Any) -> Any:
     """A function that the header, not the library, offers: its address lies in the
     ``verbs_context`` around ``context``; ``None`` where the driver does not have it."""
-    if abi.load(c_uint64, context + abi.CONTEXT_ABI_COMPAT) != abi.ABI_IS_EXTENDED:
+    if structures.load(c_uint64, context + abi.CONTEXT_ABI_COMPAT) != abi.ABI_IS_EXTENDED:
         return None
-    if abi.load(c_uint64, context + abi.VERBS_SIZE) < abi.VERBS_TAIL - offset:
+    if structures.load(c_uint64, context + abi.VERBS_SIZE) < abi.VERBS_TAIL - offset:
         return None
-    address = abi.load(c_uint64, context + offset)
+    address = structures.load(c_uint64, context + offset)
     return ctypes.CFUNCTYPE(result, *arguments, use_errno=True)(address) if address else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from moecomm.errors import TransportError
-from moecomm.transport.verbs import abi, posting_state, statuses
+from moecomm.transport.verbs import abi, posting_state, statuses, structures
 from moecomm.transport.verbs.bootstrap import Address, Bootstrap, Link
 from moecomm.transport.verbs.domains import ProtectionDomain
 from moecomm.transport.verbs.gids import Gid
@@ -204,8 +204,8 @@ class Peers:
 
     def _tell_ready(self, peer: int, card: Card) -> None:
         """Write the peer's word, without a completion: should it fail, so will what follows."""
-        sge = abi.Sge(self._words.source, _WORD_BYTES, self._words.local_key)
-        request = abi.SendWr(
+        sge = structures.Sge(self._words.source, _WORD_BYTES, self._words.local_key)
+        request = structures.SendWr(
             wr_id=posting_state.OWN_REQUEST,
             sg_list=ctypes.addressof(sge),
             num_sge=1,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moecomm.transport.engine.provider import MAX_BURST
-from moecomm.transport.verbs import abi
+from moecomm.transport.verbs import structures
 from moecomm.transport.verbs.abi import RECV_WR_BYTES, SEND_WR_BYTES, SGE_BYTES, WC_BYTES
 
 POLL_BATCH: Final = 32
@@ -100,7 +100,7 @@ class State:
         first = self._get(EMPTY_RECEIVES)
         while count > 0:
             n = min(count, POLL_BATCH)
-            last = abi.RecvWr.from_address(first + (n - 1) * RECV_WR_BYTES)
+            last = structures.RecvWr.from_address(first + (n - 1) * RECV_WR_BYTES)
             following, last.next = last.next, None
             self._post_receives(WRITE_SRQ, first)
             last.next = following
@@ -116,9 +116,9 @@ class State:
         sges = self._part(count * SGE_BYTES)
         used = self._part(count * 8)
         for n in range(count):
-            sge = abi.Sge.from_address(sges + n * SGE_BYTES)
+            sge = structures.Sge.from_address(sges + n * SGE_BYTES)
             sge.addr, sge.length, sge.lkey = base + n * nbytes, nbytes, key
-            request = abi.RecvWr.from_address(requests + n * RECV_WR_BYTES)
+            request = structures.RecvWr.from_address(requests + n * RECV_WR_BYTES)
             request.wr_id, request.num_sge = MESSAGE_RECEIVE | n, 1
             request.sg_list = sges + n * SGE_BYTES
             following = requests + (n + 1) * RECV_WR_BYTES
@@ -145,11 +145,11 @@ class State:
         """What never changes in the templates."""
         requests, sges = self._get(REQUESTS), self._get(SGES)
         for n in range(MAX_BURST):
-            request = abi.SendWr.from_address(requests + n * SEND_WR_BYTES)
+            request = structures.SendWr.from_address(requests + n * SEND_WR_BYTES)
             request.sg_list = sges + n * SGE_BYTES
         empty = self._get(EMPTY_RECEIVES)
         for n in range(POLL_BATCH):
-            receive = abi.RecvWr.from_address(empty + n * RECV_WR_BYTES)
+            receive = structures.RecvWr.from_address(empty + n * RECV_WR_BYTES)
             receive.wr_id = EMPTY_RECEIVE
             receive.next = empty + (n + 1) * RECV_WR_BYTES if n + 1 < POLL_BATCH else None
 

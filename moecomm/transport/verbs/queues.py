@@ -9,7 +9,7 @@ from typing import Final
 
 from moecomm.errors import ConfigError, TransportUnavailable
 from moecomm.transport.engine.provider import Sizing
-from moecomm.transport.verbs import abi
+from moecomm.transport.verbs import abi, structures
 from moecomm.transport.verbs.devices import Device, Limits
 from moecomm.transport.verbs.domains import ProtectionDomain
 from moecomm.transport.verbs.gids import Gid
@@ -118,7 +118,7 @@ class SharedReceiveQueue:
     """``depth`` receives at least, for all queue pairs that are made with it."""
 
     def __init__(self, domain: ProtectionDomain, depth: int) -> None:
-        attributes = abi.SrqInitAttr(max_wr=depth, max_sge=1)
+        attributes = structures.SrqInitAttr(max_wr=depth, max_sge=1)
         pointer = library().ibv_create_srq(domain.queues, ctypes.addressof(attributes))
         self.pointer: int = made(pointer, "ibv_create_srq", f"{domain.where}: {depth} receives")
 
@@ -148,12 +148,12 @@ class QueuePair:
         domain: ProtectionDomain,
         kind: int,
         completions: CompletionQueue,
-        cap: abi.QpCap,
+        cap: structures.QpCap,
         receives: SharedReceiveQueue | None = None,
     ) -> None:
         self.domain = domain
         self.device = domain.device
-        attributes = abi.QpInitAttr(
+        attributes = structures.QpInitAttr(
             send_cq=completions.pointer,
             recv_cq=completions.pointer,
             srq=receives.pointer if receives is not None else None,
@@ -162,12 +162,12 @@ class QueuePair:
         )
         pointer = library().ibv_create_qp(domain.queues, ctypes.addressof(attributes))
         self.pointer: int = made(pointer, "ibv_create_qp", domain.where)
-        self.number = abi.load(c_uint32, self.pointer + abi.QP_NUM)
+        self.number = structures.load(c_uint32, self.pointer + abi.QP_NUM)
         self.inline_bytes = int(attributes.cap.max_inline_data)
 
     def state(self) -> int:
         """One of ``abi.STATE_*``."""
-        attributes, initial = abi.QpAttr(), abi.QpInitAttr()
+        attributes, initial = structures.QpAttr(), structures.QpInitAttr()
         places = ctypes.addressof(attributes), ctypes.addressof(initial)
         status = library().ibv_query_qp(self.pointer, places[0], abi.QP_STATE, places[1])
         done(status, "ibv_query_qp", self.domain.where)
@@ -179,7 +179,7 @@ class QueuePair:
             library().ibv_destroy_qp(self.pointer)
             self.pointer = 0
 
-    def _modify(self, attributes: abi.QpAttr, mask: int, operation: str) -> None:
+    def _modify(self, attributes: structures.QpAttr, mask: int, operation: str) -> None:
         status = library().ibv_modify_qp(self.pointer, ctypes.addressof(attributes), mask)
         done(status, operation, self.domain.where)
 
@@ -196,18 +196,18 @@ class ReliableQueuePair(QueuePair):
         psn: int,
         inline_bytes: int = 0,
     ) -> None:
-        cap = abi.QpCap(max_send_wr=depth + 1, max_send_sge=1, max_inline_data=inline_bytes)
+        cap = structures.QpCap(max_send_wr=depth + 1, max_send_sge=1, max_inline_data=inline_bytes)
         super().__init__(domain, abi.QPT_RC, completions, cap, receives)
         self.psn = psn
 
     def connect(self, target: Target, parameters: Parameters) -> None:
         """Make it ready to receive from, and to send to, ``target``."""
         port = self.device.port.number
-        attributes = abi.QpAttr(qp_state=abi.STATE_INIT, port_num=port)
+        attributes = structures.QpAttr(qp_state=abi.STATE_INIT, port_num=port)
         attributes.qp_access_flags = abi.LOCAL_WRITE | abi.REMOTE_WRITE | abi.REMOTE_READ
         mask = abi.QP_STATE | abi.QP_ACCESS_FLAGS | abi.QP_PKEY_INDEX | abi.QP_PORT
         self._modify(attributes, mask, "connect (to INIT)")
-        attributes = abi.QpAttr(
+        attributes = structures.QpAttr(
             qp_state=abi.STATE_RTR,
             path_mtu=min(self.device.mtu, target.mtu),
             dest_qp_num=target.qp_num,
@@ -219,7 +219,7 @@ class ReliableQueuePair(QueuePair):
         mask = abi.QP_STATE | abi.QP_AV | abi.QP_PATH_MTU | abi.QP_DEST_QPN | abi.QP_RQ_PSN
         mask |= abi.QP_MAX_DEST_RD_ATOMIC | abi.QP_MIN_RNR_TIMER
         self._modify(attributes, mask, "connect (to RTR)")
-        attributes = abi.QpAttr(
+        attributes = structures.QpAttr(
             qp_state=abi.STATE_RTS,
             timeout=parameters.timeout,
             retry_cnt=parameters.retry_count,
@@ -238,20 +238,21 @@ class DatagramQueuePair(QueuePair):
     def __init__(
         self, domain: ProtectionDomain, completions: CompletionQueue, depth: int, key: int
     ) -> None:
-        cap = abi.QpCap(max_send_wr=depth, max_recv_wr=depth, max_send_sge=1, max_recv_sge=1)
+        cap = structures.QpCap(max_send_wr=depth, max_recv_wr=depth, max_send_sge=1, max_recv_sge=1)
         super().__init__(domain, abi.QPT_UD, completions, cap)
         self.key = key
-        attributes = abi.QpAttr(qp_state=abi.STATE_INIT, port_num=self.device.port.number, qkey=key)
+        port = self.device.port.number
+        attributes = structures.QpAttr(qp_state=abi.STATE_INIT, port_num=port, qkey=key)
         mask = abi.QP_STATE | abi.QP_PKEY_INDEX | abi.QP_PORT | abi.QP_QKEY
         self._modify(attributes, mask, "datagrams (to INIT)")
-        self._modify(abi.QpAttr(qp_state=abi.STATE_RTR), abi.QP_STATE, "datagrams (to RTR)")
-        attributes = abi.QpAttr(qp_state=abi.STATE_RTS)
+        self._modify(structures.QpAttr(qp_state=abi.STATE_RTR), abi.QP_STATE, "datagrams (to RTR)")
+        attributes = structures.QpAttr(qp_state=abi.STATE_RTS)
         self._modify(attributes, abi.QP_STATE | abi.QP_SQ_PSN, "datagrams (to RTS)")
 
 
-def route(device: Device, lid: int, gid: bytes, parameters: Parameters) -> abi.AhAttr:
+def route(device: Device, lid: int, gid: bytes, parameters: Parameters) -> structures.AhAttr:
     """The way from ``device`` to the port with ``lid`` (InfiniBand) or ``gid`` (RoCE)."""
-    attributes = abi.AhAttr(port_num=device.port.number, sl=parameters.service_level)
+    attributes = structures.AhAttr(port_num=device.port.number, sl=parameters.service_level)
     # Inside an InfiniBand subnet the local id is enough; RoCE, and other subnets (whose gid has
     # another prefix), need the global header.
     if device.port.roce or gid[:8] != device.gid.raw[:8]:

@@ -12,7 +12,7 @@ from fake_gpu import GpuArray
 from payload import assert_same_bits, payload, payload_fp8
 
 from moecomm.arrays import ArrayView, as_numpy
-from moecomm.checks import DispatchInputs, check_dispatch_inputs
+from moecomm.checks_dispatch import DispatchInputs, check_dispatch_inputs
 from moecomm.config import MoeConfig
 from moecomm.errors import ConfigError, DtypeError
 
