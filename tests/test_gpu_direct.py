@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_cast_extremes as cast_extremes
 from exchange import Case, make_case, used_rows
 from payload import assert_same_bits
 from threads import run_threads
@@ -100,6 +101,13 @@ def test_a_thousand_rounds_with_random_delays(wire: str) -> None:
     run_threads(_steps, 4, cfg, cases, 200, device="cuda")
 
 
+@pytest.mark.parametrize("dtype", cast_extremes.DTYPES)
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize("how", cast_extremes.HOW)
+def test_extreme_values_are_cast_to_the_references_bits(how: str, pow2: bool, dtype: str) -> None:
+    run_threads(_cast, 1, how, pow2, cast_extremes.extremes(dtype), device="cuda")
+
+
 def test_a_silent_peer_times_out_on_the_ranks_that_wait() -> None:
     cfg = mc.MoeConfig(**BASE, timeout_s=0.5)
     case = make_case(cfg, 3, 0)
@@ -134,6 +142,18 @@ def _steps(group: mc.Group, cfg: mc.MoeConfig, cases: list[Case], rounds: int) -
             stream.synchronize()
             comm.check()
             _compare(case, group.rank, recv, out)
+
+
+def _cast(group: mc.Group, how: str, pow2: bool, x: np.ndarray[Any, Any]) -> None:
+    import torch
+
+    with cast_extremes.make_comm(group, how, pow2, x.shape[1]) as comm:
+        recv = comm.dispatch(_tensor(x), torch.zeros(len(x), 1, dtype=torch.int32, device="cuda"))
+        torch.cuda.synchronize()
+        q, scale = mc.reference.quantize(x, cast_extremes.BLOCK, pow2)
+        assert scale is not None
+        assert_same_bits(_to_numpy(recv.x)[0, : len(x)], q, "rows")
+        assert_same_bits(_to_numpy(recv.x_scale)[0, : len(x)], scale, "scales")
 
 
 def _compare(case: Case, rank: int, recv: mc.Received, out: Any) -> None:

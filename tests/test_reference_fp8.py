@@ -96,12 +96,13 @@ def test_nan_does_not_enter_the_scale_and_stays_nan() -> None:
     assert q.view(np.uint8)[0].tolist() == [0x7F, 0x7E, 0x7F, 0x76]
 
 
-def test_infinity_takes_its_block_with_it() -> None:
-    values = np.ones((1, 32), np.float32)
+@pytest.mark.parametrize("pow2", [False, True])
+def test_infinity_takes_its_block_with_it(pow2: bool) -> None:
+    values = np.full((1, 32), 448, np.float32)
     values[0, 3] = -np.inf
-    q, scale = reference.quantize(values, 16)
+    q, scale = reference.quantize(values, 16, pow2)
     assert scale is not None
-    assert np.isinf(scale[0, 0])
+    assert scale.tolist() == [[np.inf, 1]]
     assert q.view(np.uint8)[0, 3] == 0x7F  # inf * 0
     assert not q.view(np.uint8)[0, :3].any()
     assert (q.astype(np.float32)[0, 16:] == 448).all()

@@ -51,7 +51,8 @@ DEVICE BlockScale block_scale(float largest)
         u32 bits = __float_as_uint(s.scale);
         bits = (bits + 0x7fffffu) & 0xff800000u;
         s.scale = __uint_as_float(bits);
-        s.inverse = __uint_as_float(0x7f000000u - bits);  // exponent negated
+        // Exponent negated; of an infinite scale 0, not -infinity.
+        s.inverse = __uint_as_float((u32)max((i32)(0x7f000000u - bits), 0));
     }
     return s;
 }

@@ -250,7 +250,8 @@ DEVICE Scale scale_of(float largest, bool pow2)
     if (pow2) {
         const u32 bits = (__float_as_uint(s.value) + 0x7fffffu) & 0xff800000u;  // rounded up
         s.value = __uint_as_float(bits);
-        s.inverse = __uint_as_float(0x7f000000u - bits);  // exponent negated
+        // Exponent negated; of an infinite scale 0, not -infinity.
+        s.inverse = __uint_as_float((u32)max((i32)(0x7f000000u - bits), 0));
     }
     return s;
 }
