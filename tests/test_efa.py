@@ -134,9 +134,9 @@ def test_a_provider_that_does_not_tell_whether_it_emulates_is_refused() -> None:
 
 
 def test_a_provider_that_emulates_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moecomm.transport.efa import nic
+    from moecomm.transport.efa import endpoint
 
-    real = nic.call
+    real = endpoint.call
 
     def call(fid: int, ops: int, place: int, *arguments: int) -> int:
         if (ops, place) == (abi.EP_OPS, abi.EP_OPS_GETOPT) and arguments[1] == EMULATED.number:
@@ -144,7 +144,7 @@ def test_a_provider_that_emulates_is_refused(monkeypatch: pytest.MonkeyPatch) ->
             return 0
         return real(fid, ops, place, *arguments)
 
-    monkeypatch.setattr(nic, "call", call)
+    monkeypatch.setattr(endpoint, "call", call)
     text = open_with(must_be_off=(EMULATED,))
     assert "would emulate RDMA writes by messages" in text
     assert "FI_EFA_USE_DEVICE_RDMA" in text

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from moecomm.errors import TransportUnavailable
+from moecomm.transport.efa.endpoint import device_of
 from moecomm.transport.efa.fabrics import Fabric
 from moecomm.transport.efa.library import Library
-from moecomm.transport.efa.nic import FabricNic, device_of
+from moecomm.transport.efa.nic import FabricNic
 from moecomm.transport.engine.provider import Sizing
 
 

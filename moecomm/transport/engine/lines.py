@@ -41,29 +41,30 @@ def is_closed_to(channel, post):
 
 
 @inner
+def _enter(engine, index, is_in, queue, tail_at):
+    """Put the channel last in a queue that holds each channel once; ``is_in``: where it says so."""
+    channel = channel_at(engine, index)
+    if ld64(channel + is_in) == 0:
+        st64(channel + is_in, 1)
+        tail = ld64(engine + tail_at)
+        place = tail & (ld64(engine + S.ACTIVE_SIZE) - 1)
+        st32(ld64(engine + queue) + place * 4, index)
+        st64(engine + tail_at, tail + 1)
+
+
+@inner
 def owe(engine, index):
     """Put the channel into the queue for credit writes."""
-    channel = channel_at(engine, index)
-    if ld64(channel + S.CH_OWES) == 0:
-        st64(channel + S.CH_OWES, 1)
-        tail = ld64(engine + S.CONTROL_TAIL)
-        place = tail & (ld64(engine + S.ACTIVE_SIZE) - 1)
-        st32(ld64(engine + S.CONTROL_QUEUE) + place * 4, index)
-        st64(engine + S.CONTROL_TAIL, tail + 1)
-
-
-# ---- Lines of waiting commands ------------------------------------------------------------------
+    _enter(engine, index, S.CH_OWES, S.CONTROL_QUEUE, S.CONTROL_TAIL)
 
 
 @inner
 def activate(engine, index):
-    channel = channel_at(engine, index)
-    if ld64(channel + S.CH_IS_ACTIVE) == 0:
-        st64(channel + S.CH_IS_ACTIVE, 1)
-        tail = ld64(engine + S.ACTIVE_TAIL)
-        place = tail & (ld64(engine + S.ACTIVE_SIZE) - 1)
-        st32(ld64(engine + S.ACTIVE) + place * 4, index)
-        st64(engine + S.ACTIVE_TAIL, tail + 1)
+    """Put the channel into the queue of those with a line."""
+    _enter(engine, index, S.CH_IS_ACTIVE, S.ACTIVE, S.ACTIVE_TAIL)
+
+
+# ---- Lines of waiting commands ------------------------------------------------------------------
 
 
 @inner

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
-from moecomm.transport.engine.arrivals import arrive, expect, forget, piece_done
+from moecomm.transport.engine.arrivals import expect, forget, piece_done
 from moecomm.transport.engine.credits import grant, serve_credits
+from moecomm.transport.engine.events import end_engine, poll
 from moecomm.transport.engine.jit import hot, inner
 from moecomm.transport.engine.lines import (
     channel_at,
-    free_slot,
     is_closed_to,
     nic_at,
-    owe,
-    slot_at,
     stand_last,
 )
 from moecomm.transport.engine.native import (
@@ -29,7 +27,6 @@ from moecomm.transport.engine.native import (
     ld32,
     ld64,
     ld64_acquire,
-    st32,
     st64,
     st64_release,
 )
@@ -51,19 +48,9 @@ _CHANNELS_PER_TURN = 16
 _COMMANDS_PER_TURN = 64
 _PAUSE_US = 50
 
-_c_poll = c_function("i64", "i64", "i64", "i64")
 _c_program = c_function("i64", "i64")
 _c_yield = c_function("i32")
 _c_usleep = c_function("i32", "u32")
-_c_memcpy = c_function("i64", "i64", "i64", "i64")
-
-
-@inner
-def _fault(engine, code, detail, nic):
-    if ld64(engine + S.FAULT) == 0:
-        st64(engine + S.FAULT_DETAIL, detail)
-        st64(engine + S.FAULT_NIC, nic)
-        st64_release(engine + S.FAULT, code)
 
 
 # ---- Commands -----------------------------------------------------------------------------------
@@ -75,7 +62,7 @@ def _obey(engine, command):
     if kind == S.EXPECT:
         count = ld64(command + R.POST_NBYTES)
         if not expect(engine, ld32(command + R.POST_IMM), count, op):
-            _fault(engine, S.NO_MEMORY, 0, 0)
+            end_engine(engine, S.NO_MEMORY, 0, 0)
         return
     if kind == S.FORGET:
         forget(engine, ld32(command + R.POST_IMM), op)
@@ -111,97 +98,6 @@ def _drain(engine, ring, head_at, tail):
     if taken > 0:
         st64_release(engine + head_at, head + taken)
     return taken
-
-
-# ---- Events -------------------------------------------------------------------------------------
-
-
-@inner
-def _completed(engine, nic_index, event, failed):
-    nic, slot = nic_at(engine, nic_index), ld64(event + R.EVENT_CONTEXT)
-    record = slot_at(nic, slot)
-    if slot < 0 or slot >= ld64(nic + S.NIC_TX_DEPTH) or ld32(record + S.SLOT_STATE) == 0:
-        _fault(engine, S.TWICE, slot, nic_index)
-        return
-    kind, index = ld32(record + S.SLOT_STATE), ld32(record + S.SLOT_CHANNEL)
-    channel = channel_at(engine, index)
-    free_slot(nic, slot)
-    st64(channel + S.CH_IN_FLIGHT, ld64(channel + S.CH_IN_FLIGHT) - 1)
-    st64(channel + S.CH_SINCE, ld64(engine + S.NOW))
-    st64(channel + S.CH_SLOW, 0)
-    code = detail = 0
-    if failed:
-        code, detail = max(ld64(event + R.EVENT_CODE), 1), ld64(event + R.EVENT_DETAIL)
-    if kind == S.SLOT_USER:
-        piece_done(engine, ld32(record + S.SLOT_OP), code, detail, index)
-    elif kind == S.SLOT_CONTROL:
-        st64(channel + S.CH_BUSY, 0)
-        unsaid = ld64(channel + S.CH_SENT) - ld64(channel + S.CH_ANNOUNCED)
-        if (
-            ld64(channel + S.CH_FIRST) != 0
-            or ld64(channel + S.CH_GRANTED) != ld64(channel + S.CH_TOLD_GRANT)
-            or unsaid >= max(ld64(nic + S.NIC_WINDOW) >> 1, 1)
-        ):
-            owe(engine, index)
-    if failed:
-        end_channel(engine, index, code, detail)
-
-
-@inner
-def _arrived(engine, nic_index, imm):
-    inbox = ld64(engine + S.INBOX)
-    if inbox == 0:
-        if not arrive(engine, imm):
-            _fault(engine, S.NO_MEMORY, 0, nic_index)
-        return
-    tail = ld64(engine + S.INBOX_TAIL)
-    if tail - ld64(engine + S.INBOX_HEAD) >= ld64(engine + S.INBOX_SIZE):
-        _fault(engine, S.INBOX_OVERRUN, imm, nic_index)
-        return
-    st32(inbox + (tail & (ld64(engine + S.INBOX_SIZE) - 1)) * 4, imm)
-    st64(engine + S.INBOX_TAIL, tail + 1)
-
-
-@inner
-def _received(engine, nic_index, event):
-    """Copy a message into the ring that Python empties."""
-    tail, size = ld64(engine + S.MESSAGE_TAIL), ld64(engine + S.MESSAGES_SIZE)
-    nbytes, room = ld64(event + R.EVENT_DETAIL), ld64(engine + S.MESSAGE_BYTES)
-    if tail - ld64_acquire(engine + S.MESSAGE_HEAD) >= size or nbytes > room:
-        _fault(engine, S.MESSAGE_OVERRUN, nbytes, nic_index)
-        return
-    entry = ld64(engine + S.MESSAGES) + (tail & (size - 1)) * room
-    _c_memcpy(ld64(engine + S.MEMCPY), entry, ld64(event + R.EVENT_CONTEXT), nbytes)
-    st64_release(engine + S.MESSAGE_TAIL, tail + 1)
-
-
-@inner
-def _poll(engine, nic_index):
-    """Take what a NIC has to tell; how many events."""
-    nic = nic_at(engine, nic_index)
-    events = ld64(nic + S.NIC_EVENTS)
-    count = _c_poll(ld64(nic + S.NIC_POLL), ld64(nic + S.NIC_STATE), events, MAX_BURST)
-    if count < 0:
-        _fault(engine, S.NIC_BROKEN, -count, nic_index)
-        return 0
-    arrivals = 0
-    for n in range(count):
-        event = events + n * R.EVENT_BYTES
-        kind = ld32(event + R.EVENT_KIND)
-        if kind == R.ARRIVED:
-            arrivals += 1
-            _arrived(engine, nic_index, ld32(event + R.EVENT_IMM))
-        elif kind == R.RECEIVED:
-            arrivals += 1
-            _received(engine, nic_index, event)
-        else:
-            _completed(engine, nic_index, event, kind == R.FAILED)
-    if arrivals > 0:
-        arrivals += ld64(nic + S.NIC_ARRIVALS)
-        st64(nic + S.NIC_ARRIVALS, arrivals)
-        if arrivals - ld64(nic + S.NIC_SCANNED) > ld64(nic + S.NIC_WINDOW) >> 1:
-            grant(engine, nic_index)
-    return count
 
 
 # ---- Clock --------------------------------------------------------------------------------------
@@ -278,7 +174,7 @@ def _turn(engine, scratch):
     if program != 0:
         did = _c_program(program, ld64(engine + S.PROGRAM_STATE))
         if did < 0:
-            _fault(engine, S.PROGRAM_FAILED, -did, 0)
+            end_engine(engine, S.PROGRAM_FAILED, -did, 0)
         done += did
     done += serve_credits(engine, scratch)
     done += serve_lines(engine, _CHANNELS_PER_TURN)
@@ -288,7 +184,7 @@ def _turn(engine, scratch):
     for nic in range(nics):
         flush(engine, nic_at(engine, nic))
     for nic in range(nics):
-        done += _poll(engine, nic)
+        done += poll(engine, nic)
     return done
 
 
