@@ -1,49 +1,17 @@
-"""Would the tests notice? One fault at a time goes into the kernels, and must be found.
+"""Would the tests notice a fault in the kernels? Each of these must be found; see ``mutations``.
 
-Each fault is one line that a tired author could get wrong. The simulation runs the faulty kernels
-over at most 40 seeds, with its checks on; the right kernels pass all 40.
+The simulation runs the faulty kernels over at most 40 seeds, with its checks on; the right kernels
+pass all 40, and the fair schedule.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import pytest
-from codec_examples import Int8PerToken
-from exchange import Case, compare_received, finish, make_case, send
-
-import moecomm as mc
-from moecomm import layout
-from moecomm.emulator import simulate
-from moecomm.kernels import source
-
-SEEDS = 40
-# One slot: every step reuses the memory of the one before. A row is more chunks than a warp has
-# lanes, a block gets more than one token, and there is little else.
-CFG = mc.MoeConfig(
-    num_experts=7, top_k=3, hidden=592, max_tokens=15, layout="grouped", in_flight=1, timeout_s=1.0
-)
-STEPS = 3
-
-
-SETTINGS = ["busy", "divided", "sender", "sparse", "replicas", "uncombined", "codec"]
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """In file ``name``, the one place that reads ``right`` becomes ``wrong``."""
-
-    name: str
-    right: str
-    wrong: str
-    wire: str = "flags"
-    setting: str = "busy"
-
+from mutation_steps import SETTINGS, cases, simulate_setting
+from mutations import SEEDS, Mutation, Search, first_failure, mutate, searching
 
 MUTATIONS = {
     "count-published-before-it-is-complete": Mutation(
@@ -219,74 +187,32 @@ MUTATIONS = {
 }
 
 
+RIGHT = [f"{wire}-{setting}" for wire in ("flags", "lines") for setting in SETTINGS]
+
+
+@pytest.fixture(scope="module")
+def search(request: pytest.FixtureRequest) -> Iterator[Search]:
+    arguments: dict[str, tuple[Any, ...]] = {name: (fault,) for name, fault in MUTATIONS.items()}
+    arguments |= {name: (None, *name.split("-")) for name in RIGHT}
+    yield from searching(request, _look, arguments)
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_the_fault_is_found(name: str) -> None:
-    mutation = MUTATIONS[name]
-    right = source.load(mutation.name)
-    assert right.count(mutation.right) == 1, "the kernel has changed; state the fault anew"
-    wrong = right.replace(mutation.right, mutation.wrong)
-    # In a process of its own: a faulty kernel may also write anywhere.
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            found = pool.submit(_first_seed_that_fails, mutation, wrong).result()
-        except BrokenProcessPool:
-            return
-    assert found is not None, f"no seed of {SEEDS} notices"
+def test_the_fault_is_found(name: str, search: Search) -> None:
+    assert search[name] is not None, f"no seed of {SEEDS} notices"
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("wire", ["flags", "lines"])
-def test_the_right_kernels_pass_every_seed(wire: str, setting: str) -> None:
-    cases = _cases(wire, setting)
-    for seed in range(SEEDS + 1):
-        _simulate(cases, setting, seed)
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_right_kernels_pass_every_seed(name: str, search: Search) -> None:
+    assert search[name] is None
 
 
-def _first_seed_that_fails(mutation: Mutation, text: str) -> int | None:
-    plain = source.load
-    source.load = lambda name: text if name == mutation.name else plain(name)  # type: ignore
-    cases = _cases(mutation.wire, mutation.setting)
-    for seed in range(1, SEEDS + 1):
-        try:
-            _simulate(cases, mutation.setting, seed)
-        except (mc.MoecommError, AssertionError):
-            return seed
-    return None
-
-
-def _cases(wire: str, setting: str) -> list[Case]:
-    """Steps that give a fault its chance."""
-    cfg = dataclasses.replace(CFG, wire=wire)
-    if setting == "sender":
-        cfg = dataclasses.replace(cfg, reduce="sender")
-    if setting == "codec":  # a row's scale is sent long after its beginning
-        cfg = dataclasses.replace(cfg, hidden=2000, codec=Int8PerToken, decode_to="bfloat16")
-        return [make_case(cfg, 2, step, tokens=[3, 2], input_dtype="float32") for step in range(2)]
-    if setting == "replicas":  # of each pair, one replica has nothing to send
-        cfg = dataclasses.replace(cfg, replicas=2)
-        return [make_case(cfg, 4, step, tokens=[1, 1]) for step in range(STEPS)]
-    if setting == "sparse":  # rank 2 sends nothing and runs ahead as far as it may
-        idxs = [np.full((4, 3), 0), np.full((6, 3), 6), np.empty((0, 3))]
-        idxs = [idx.astype(np.int32) for idx in idxs]
-        return [make_case(cfg, 3, step, idxs=idxs) for step in range(STEPS)]
-    return [make_case(cfg, 3, step, tokens=[15, 4, 6]) for step in range(STEPS)]
-
-
-def _simulate(cases: list[Case], setting: str, seed: int) -> None:
-    combine = setting != "uncombined"
-    with pytest.MonkeyPatch.context() as patch:
-        if setting == "divided":  # as batches of more than 512 tokens are
-            patch.setattr(layout, "UNDIVIDED_TOKENS", 4)
-            patch.setattr(layout, "LEAST_CHUNK", 4)
-        simulate(_steps, cases[0].num_ranks, cases, combine, seed=seed, checks="strict")
-
-
-def _steps(group: mc.Group, cases: list[Case], combine: bool) -> None:
-    with mc.MoeComm(cases[0].cfg, group) as comm:
-        for case in cases:
-            recv = comm.dispatch_recv(send(comm, case))
-            compare_received(case, group.rank, recv)
-            if combine:
-                finish(comm, case, recv)
-            else:
-                recv.handle.close()
+def _look(mutation: Mutation | None, wire: str = "", setting: str = "") -> str | None:
+    if mutation is not None:
+        mutate(mutation)
+        wire, setting = mutation.wire, mutation.setting
+    steps = cases(wire, setting)
+    first = 0 if mutation is None else 1  # the fair schedule finds little
+    return first_failure(
+        lambda seed: simulate_setting(steps, setting, seed), range(first, SEEDS + 1)
+    )

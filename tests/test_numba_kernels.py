@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_mutations as mutations
 import test_properties as properties
 import test_roll_call as roll_call
 from exchange import Case, make_case, run_case
 from hypothesis import given
 from hypothesis import strategies as st
+from mutation_steps import cases, simulate_setting
 from problems import Problem, examples, problems
 from schedules import random_schedule
 from simulated import exchange
@@ -118,9 +118,9 @@ def test_a_cap_fits_or_is_everybodys_error(layout: Any, short: int) -> None:
 @pytest.mark.parametrize("setting", ["busy", "sender", "sparse", "replicas", "uncombined"])
 def test_schedules(setting: str) -> None:
     """What finds each fault of ``test_numba_mutations.py``, over 41 seeds."""
-    cases = mutations._cases("flags", setting)
+    steps = cases("flags", setting)
     for seed in range(41 if setting == "busy" else 5):
-        mutations._simulate(cases, setting, seed)
+        simulate_setting(steps, setting, seed)
 
 
 @pytest.mark.parametrize("setting", ["plain", "replicas", "chain"])

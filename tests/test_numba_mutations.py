@@ -1,23 +1,18 @@
 """Would the tests notice a mistake in the kernels in Python? One at a time, each must be found.
 
 As ``test_mutations.py`` for the CUDA C++ kernels, whose settings these are; the right kernels pass
-them in ``test_numba_kernels.py``. The faulty ones run in another process, since they may also
-write anywhere.
+them in ``test_numba_kernels.py``.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
-import test_mutations as mutations
-from test_mutations import SEEDS, Mutation
+from mutation_steps import cases, simulate_setting
+from mutations import SEEDS, Mutation, Search, first_failure, searching
 
-import moecomm as mc
 from moecomm.kernels.numba_jit import sources
 
 MUTATIONS = {
@@ -106,61 +101,25 @@ MUTATIONS = {
 }  # fmt: skip
 
 
-class Worker:
-    """A process that is replaced when a faulty kernel has killed it."""
-
-    def __init__(self) -> None:
-        self._pool: ProcessPoolExecutor | None = None
-
-    def first_seed_that_fails(self, mutation: Mutation, text: str) -> int | None:
-        if self._pool is None:
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(1, mp_context=context)
-        try:
-            return self._pool.submit(_first_seed_that_fails, mutation, text).result()
-        except BrokenProcessPool:
-            self.close()
-            return 0
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-        self._pool = None
-
-
 @pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOECOMM_KERNELS", "numba")
-        made = Worker()
-        yield made
-        made.close()
+def search(request: pytest.FixtureRequest) -> Iterator[Search]:
+    yield from searching(request, _look, {name: (fault,) for name, fault in MUTATIONS.items()})
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_the_fault_is_found(name: str, worker: Worker) -> None:
-    mutation = MUTATIONS[name]
-    right = sources.load(sources.PACKAGE / mutation.name)
-    assert right.count(mutation.right) == 1, "the kernel has changed; state the fault anew"
-    wrong = right.replace(mutation.right, mutation.wrong)
-    found = worker.first_seed_that_fails(mutation, wrong)
-    assert found is not None, f"no seed of {SEEDS} notices"
+def test_the_fault_is_found(name: str, search: Search) -> None:
+    assert search[name] is not None, f"no seed of {SEEDS} notices"
 
 
-def _first_seed_that_fails(mutation: Mutation, text: str) -> int | None:
+def _look(mutation: Mutation) -> str | None:
     plain = sources.load
+    wrong = mutation.apply(plain(sources.PACKAGE / mutation.name))
 
     def load(file: Path) -> str:
-        return text if file.name == mutation.name else plain(file)
+        return wrong if file.name == mutation.name else plain(file)
 
+    steps = cases("flags", mutation.setting)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOECOMM_KERNELS", "numba")
         patch.setattr(sources, "load", load)
-        cases = mutations._cases("flags", mutation.setting)
-        for seed in range(1, SEEDS + 1):
-            try:
-                mutations._simulate(cases, mutation.setting, seed)
-            except (mc.CompileError, mc.ConfigError):
-                raise  # not a kernel any more
-            except (mc.MoecommError, AssertionError):
-                return seed
-    return None
+        return first_failure(lambda seed: simulate_setting(steps, mutation.setting, seed))

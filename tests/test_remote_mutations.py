@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import pytest
-from exchange import Case, make_case
+from mutation_steps import CFG, busy_cases, run_steps, sparse_cases
+from mutations import SEEDS, Mutation, Search, first_failure, mutate, searching
 from remote import World, pretend, simulate_remote
-from test_mutations import CFG, SEEDS, STEPS, _steps
 
-import moecomm as mc
-from moecomm.kernels import source
 from moecomm.remote import Remote
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """In file ``name``, the one place that reads ``right`` becomes ``wrong``."""
-
-    name: str
-    right: str
-    wrong: str
-    mode: str = "proxied"
-    setting: str = "busy"
-
 
 PROXIED = {
     "head-rung-before-it-is-complete": Mutation(
@@ -119,66 +102,48 @@ NVSHMEM = {
 }
 
 
-def _in_mode(found: dict[str, Mutation], mode: str) -> dict[str, Mutation]:
-    return {f"{k} {mode}": dataclasses.replace(m, mode=mode) for k, m in found.items()}
+def _with(wire: str, faults: dict[str, Mutation]) -> dict[str, Mutation]:
+    return {f"{name} {wire}": dataclasses.replace(m, wire=wire) for name, m in faults.items()}
 
 
 MUTATIONS = {
-    **PROXIED,
-    **_in_mode(WAITS, "proxied"),
-    **_in_mode({"rows-of-any-epoch": WAITS["rows-of-any-epoch"]}, "nvshmem"),
-    **_in_mode(NVSHMEM, "nvshmem"),
+    **_with("proxied", PROXIED),
+    **_with("proxied", WAITS),
+    **_with("nvshmem", {"rows-of-any-epoch": WAITS["rows-of-any-epoch"]}),
+    **_with("nvshmem", NVSHMEM),
 }
+RIGHT = ["proxied", "nvshmem"]
+
+
+@pytest.fixture(scope="module")
+def search(request: pytest.FixtureRequest) -> Iterator[Search]:
+    arguments: dict[str, tuple[Any, ...]] = {name: (fault,) for name, fault in MUTATIONS.items()}
+    arguments |= {mode: (None, mode) for mode in RIGHT}
+    yield from searching(request, _look, arguments)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_the_fault_is_found(name: str) -> None:
-    mutation = MUTATIONS[name]
-    right = source.load(mutation.name)
-    assert right.count(mutation.right) == 1, "the kernel has changed; state the fault anew"
-    wrong = right.replace(mutation.right, mutation.wrong)
-    # In a process of its own: a faulty kernel may also write anywhere.
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            found = pool.submit(_first_seed_that_fails, mutation, wrong).result()
-        except BrokenProcessPool:
-            return
-    assert found is not None, f"no seed of {SEEDS} notices"
+def test_the_fault_is_found(name: str, search: Search) -> None:
+    assert search[name] is not None, f"no seed of {SEEDS} notices"
 
 
-@pytest.mark.parametrize("mode", ["proxied", "nvshmem"])
-def test_the_right_kernels_pass_every_seed(mode: str) -> None:
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_right_kernels_pass_every_seed(name: str, search: Search) -> None:
     """The busy setting is one of ``test_remote``."""
-    with pytest.MonkeyPatch.context() as patch:
-        world = _world(mode)
-        pretend(patch, world)
-        for seed in range(SEEDS + 1):
-            simulate_remote(world, _steps, _cases("sparse"), True, seed=seed)
+    assert search[name] is None
 
 
-def _world(mode: str) -> World:
-    return World(Remote(mode=mode, private_records=3, chunk=3), [0, 1, 1])  # type: ignore[arg-type]
-
-
-def _first_seed_that_fails(mutation: Mutation, text: str) -> int | None:
-    plain = source.load
-    source.load = lambda name: text if name == mutation.name else plain(name)  # type: ignore
-    cases = _cases(mutation.setting)
-    world = _world(mutation.mode)
-    with pytest.MonkeyPatch.context() as patch:
-        pretend(patch, world)
-        for seed in range(1, SEEDS + 1):
-            try:
-                simulate_remote(world, _steps, cases, True, seed=seed)
-            except (mc.MoecommError, AssertionError):
-                return seed
-    return None
-
-
-def _cases(setting: str) -> list[Case]:
+def _look(mutation: Mutation | None, mode: Any = "", setting: str = "sparse") -> str | None:
+    if mutation is not None:
+        mutate(mutation)
+        mode, setting = mutation.wire, mutation.setting
     cfg = dataclasses.replace(CFG, wire="flags", hidden=200)
-    if setting == "sparse":  # rank 2 sends nothing and runs ahead as far as it may
-        idxs = [np.full((4, 3), 0), np.full((6, 3), 6), np.empty((0, 3))]
-        idxs = [idx.astype(np.int32) for idx in idxs]
-        return [make_case(cfg, 3, step, idxs=idxs) for step in range(STEPS)]
-    return [make_case(cfg, 3, step, tokens=[15, 4, 6]) for step in range(STEPS)]
+    steps = sparse_cases(cfg) if setting == "sparse" else busy_cases(cfg)
+    world = World(Remote(mode=mode, private_records=3, chunk=3), [0, 1, 1])
+    first = 0 if mutation is None else 1
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch, world)
+        return first_failure(
+            lambda seed: simulate_remote(world, run_steps, steps, seed=seed),
+            range(first, SEEDS + 1),
+        )

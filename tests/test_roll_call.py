@@ -7,23 +7,22 @@ naming them is the roll-call of ``waits.cuh``.
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from exchange import Case, compare_received, finish, make_case, run_case, send
+from mutations import SEEDS, Mutation, Search, first_failure, mutate, searching
 
 import moecomm as mc
 from moecomm.emulator import Faults, simulate
-from moecomm.kernels import source
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-SEEDS = 40
 TIMEOUT_S = 1.0
 CFG = mc.MoeConfig(
     num_experts=6, top_k=2, hidden=16, max_tokens=4, in_flight=1, timeout_s=TIMEOUT_S, wire="flags"
@@ -103,39 +102,51 @@ def _come_late(group: mc.Group, cases: list[Case]) -> tuple[int, int] | None:
     return None
 
 
-FAULTS = {  # setting, right, wrong
-    "nobody-answers": (
-        "chain",
+MUTATIONS = {
+    "nobody-answers": Mutation(
+        "waits.cuh",
         "if (now - start > a.timeout_ns || roll_called(a)) answer_roll",
         "if (now - start > a.timeout_ns) answer_roll",
+        setting="chain",
     ),
-    "answers-go-to-nobody": (
-        "chain", "st_relaxed_sys(roll_word(peer_base(a, r), 1 + a.rank), 1ull);", ""
+    "answers-go-to-nobody": Mutation(
+        "waits.cuh",
+        "st_relaxed_sys(roll_word(peer_base(a, r), 1 + a.rank), 1ull);",
+        "",
+        setting="chain",
     ),
-    "named-before-there-was-time-to-answer": ("chain", "max(start, answered) + grace", "answered"),
-    "late-and-taken": ("late", "late = came && too_late(a, start)", "late = false"),
-    "the-first-replica-is-named": (
-        "replicas", "culprit == NUM_RANKS ? who.peer : culprit", "who.peer"
+    "named-before-there-was-time-to-answer": Mutation(
+        "waits.cuh", "max(start, answered) + grace", "answered", setting="chain"
     ),
-}  # fmt: skip
+    "late-and-taken": Mutation(
+        "waits.cuh", "late = came && too_late(a, start)", "late = false", setting="late"
+    ),
+    "the-first-replica-is-named": Mutation(
+        "waits.cuh", "culprit == NUM_RANKS ? who.peer : culprit", "who.peer", setting="replicas"
+    ),
+}
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_roll_call_that_is_wrong_names_somebody_else(name: str) -> None:
-    setting, right, wrong = FAULTS[name]
-    text = source.load("waits.cuh")
-    assert text.count(right) == 1, "the kernel has changed; state the fault anew"
-    text = text.replace(right, wrong)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        assert pool.submit(_somebody_else_is_named, setting, text).result()
+@pytest.fixture(scope="module")
+def search(request: pytest.FixtureRequest) -> Iterator[Search]:
+    yield from searching(request, _look, {name: (fault,) for name, fault in MUTATIONS.items()})
 
 
-def _somebody_else_is_named(setting: str, text: str) -> bool:
-    plain = source.load
-    source.load = lambda name: text if name == "waits.cuh" else plain(name)  # type: ignore
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_roll_call_that_is_wrong_names_somebody_else(name: str, search: Search) -> None:
+    assert search[name] is not None
+
+
+def _look(mutation: Mutation) -> str | None:
+    mutate(mutation)
+    return first_failure(partial(_check_names, mutation.setting), range(SEEDS), AssertionError)
+
+
+def _check_names(setting: str, seed: int) -> None:
     if setting == "late":
-        return any(_late("flags", seed) not in IN_TIME_OR_LATE for seed in range(SEEDS))
-    return any(any(_deaths(setting).survivors_name(seed)) for seed in range(SEEDS))
+        assert _late("flags", seed) in IN_TIME_OR_LATE
+    else:
+        assert not any(_deaths(setting).survivors_name(seed))
 
 
 def _until_timeout(group: mc.Group, cases: list[Case], seed: int) -> int:
