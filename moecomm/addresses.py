@@ -7,10 +7,11 @@ import ipaddress
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 _TOKEN: Final = secrets.token_hex(8)
 
 
@@ -47,6 +48,20 @@ def own_addresses() -> list[str]:
         found.update(dict.fromkeys(_addresses_of(socket.gethostname())))
     found[socket.gethostname()] = None
     return [a for a in found if not is_loopback(a)] or ["127.0.0.1", "::1"]
+
+
+def meeting_addresses(host: str) -> tuple[IpAddress, ...]:
+    """``host``, where the ranks have met, as addresses; where that is this machine itself, or ""
+    (nowhere), what others may know it by. Ranks on all machines so come to addresses of one."""
+    names: Iterable[str] = ()
+    with contextlib.suppress(OSError):
+        names = dict.fromkeys(_addresses_of(host)) if host else ()
+    names = [name for name in names if not is_loopback(name)] or own_addresses()[:1]
+    found = []
+    for name in names:
+        with contextlib.suppress(ValueError):  # a name that nobody resolves
+            found.append(ipaddress.ip_address(name))
+    return tuple(found)
 
 
 def _address_towards(target: str) -> str:

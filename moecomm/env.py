@@ -124,7 +124,7 @@ VARIABLES: Final = (
     ),
     Variable(
         "GID_INDEX",
-        "RoCE v2 before v1, IPv4 before IPv6",
+        "RoCE v2 before v1, IPv4 before IPv6, the one most like the store's address",
         "which entry of the RDMA ports' address tables to use",
     ),
     Variable(

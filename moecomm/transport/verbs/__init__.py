@@ -13,7 +13,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from moecomm import env
+from moecomm.addresses import meeting_addresses
 from moecomm.errors import ConfigError, TransportUnavailable
+from moecomm.store import TcpStore
 from moecomm.transport.engine import topology
 from moecomm.transport.verbs.devices import Port, choose_ports
 from moecomm.transport.verbs.library import library as load_library
@@ -79,9 +81,11 @@ def open_engine(
             traffic_class=env.integer("RDMA_TRAFFIC_CLASS", 0, 255) or 0,
             service_level=env.integer("RDMA_SERVICE_LEVEL", 0, 15) or 0,
         )
+    store = group.store
+    near = meeting_addresses(store.address[0] if isinstance(store, TcpStore) else "")
     jit.load("moecomm.transport.verbs.hooks")
     nics = [
-        VerbsOpener(port, parameters, gid_index, over_store)
+        VerbsOpener(port, parameters, gid_index, over_store, near)
         for port in choose(ports, num_nics, cuda_device)
     ]
     return TransferEngine(group, nics, options=options, cuda_device=cuda_device)

@@ -23,17 +23,18 @@ _NAP_S: Final = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """What peers are told of an open port: who it is (``nonce``), and its datagram endpoint."""
+    """What peers are told of an open port: who it is (``nonce``), and its datagram endpoint.
+    ``roce`` is the version of RoCE that it speaks; 0: InfiniBand."""
 
     nonce: bytes
-    roce: bool
+    roce: int
     gid: bytes
     lid: int
     qp_num: int
     key: int
 
-    _FORMAT = struct.Struct("!4s8s?16sHII")
-    _MAGIC = b"ib01"
+    _FORMAT = struct.Struct("!4s8sB16sHII")
+    _MAGIC = b"ib02"
 
     def to_bytes(self) -> bytes:
         return self._FORMAT.pack(
@@ -153,7 +154,8 @@ class DatagramBootstrap:
 class StoreBootstrap:
     """Over the store of the ranks' group, where datagrams do not get through.
 
-    Takes O(peers) requests on every rank, one after another.
+    Takes O(peers) requests on every rank, one after another. A store reaches whom the ports may
+    not reach: so the peer's word must have come, the first that really travels between them.
     """
 
     def __init__(self, store: Store, prefix: str) -> None:
@@ -162,16 +164,24 @@ class StoreBootstrap:
     def connect(self, links: Sequence[Link], timeout_s: float) -> None:
         """See ``Bootstrap.connect``."""
         deadline = time.monotonic() + timeout_s
+        cards = []
         for link in links:
             self._store.set(self._key("card", link.name), link.card.to_bytes())
         for step, link in enumerate(links):
             data = self._get("card", link, deadline, len(links), step)
-            link.connect(Card.from_bytes(data))
+            cards.append(Card.from_bytes(data))
+            link.connect(cards[-1])
             self._store.set(self._key("connected", link.name), b"")
-        for step, link in enumerate(links):
+        for step, (link, card) in enumerate(zip(links, cards, strict=True)):
             self._get("connected", link, deadline, len(links), step)
+            link.tell_ready(card)
             for what in ("card", "connected"):
                 self._store.delete(self._key(what, link.name.reversed))
+        for step, link in enumerate(links):
+            while not link.is_ready():
+                if time.monotonic() > deadline:
+                    raise PeerTimeout(PHASE, link.peer, len(links), step)
+                time.sleep(_NAP_S)
 
     def close(self) -> None:
         """Nothing to let go of: the store is its group's."""

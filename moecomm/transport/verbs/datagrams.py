@@ -147,9 +147,10 @@ class Datagrams:
     def _route(self, lid: int, gid: bytes) -> int:
         handle = self._routes.get((lid, gid))
         if handle is None:
-            attributes = route(self._domain.device, lid, gid, self._parameters)
+            device = self._domain.device
+            attributes = route(device, lid, gid, self._parameters)
             pointer = library().ibv_create_ah(self._domain.plain, ctypes.addressof(attributes))
-            where = f"{self._domain.where}: the way to GID {gid.hex(':', 2)}"
+            where = f"{self._domain.where}: from {device.gid} to GID {gid.hex(':', 2)}"
             handle = self._routes[lid, gid] = made(pointer, "ibv_create_ah", where)
         return handle
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from moecomm import env
+from moecomm.addresses import IpAddress
 from moecomm.errors import ConfigError, TransportUnavailable
 from moecomm.transport.verbs import abi, gids, structures
 from moecomm.transport.verbs.library import TRANSPORT, done, library, made
@@ -105,17 +106,24 @@ class Device:
     Args:
         port: which.
         gid_index: overrides the choice of its address; ``None``: ``MOECOMM_GID_INDEX``, if set.
+        near: see ``gids.choose``.
 
     Raises:
         TransportUnavailable: the device cannot be opened, or its port has no address.
     """
 
-    def __init__(self, port: Port, *, gid_index: int | None = None) -> None:
+    def __init__(
+        self,
+        port: Port,
+        *,
+        gid_index: int | None = None,
+        near: Sequence[IpAddress] = (),
+    ) -> None:
         if gid_index is None:
             gid_index = env.integer("GID_INDEX", 0, 255)
-        table = gids.table(port.folder)
         self.port = port
-        self.gid = gids.choose(table, str(port), roce=port.roce, wanted=gid_index)
+        self.gids = gids.table(port.folder)
+        self.gid = gids.choose(self.gids, str(port), roce=port.roce, wanted=gid_index, near=near)
         self.context = _open(port.device)
         try:
             attributes = structures.PortAttr()

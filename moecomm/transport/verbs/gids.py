@@ -3,7 +3,9 @@
 A RoCE port has several: one per IP address of its network device and per RoCE version. Version 1
 does not cross routers and many switches drop it, link-local ones do not cross routers either, and
 both ends of a connection must use the same kind. The wrong one usually connects, and the first
-write then times out.
+write then times out. Among equals the choice falls on the address most like that of the ranks'
+meeting point: the same for all of them, so they come to one subnet in whatever order their tables
+are.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from moecomm.addresses import IpAddress
 from moecomm.errors import ConfigError, TransportUnavailable
 
 INFINIBAND: Final = "InfiniBand"
@@ -38,7 +41,12 @@ class Gid:
         return self.raw.startswith(_MAPPED)
 
     @property
-    def address(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    def version(self) -> int:
+        """Of RoCE; without a meaning on InfiniBand."""
+        return 1 if self.kind in _V1 else 2
+
+    @property
+    def address(self) -> IpAddress:
         """The IP address that the entry stands for (on InfiniBand it only looks like one)."""
         if self.is_ipv4:
             return ipaddress.IPv4Address(self.raw[12:])
@@ -60,12 +68,19 @@ def table(port: Path) -> list[Gid]:
     return found
 
 
-def choose(gids: Sequence[Gid], where: str, *, roce: bool, wanted: int | None = None) -> Gid:
+def choose(
+    gids: Sequence[Gid],
+    where: str,
+    *,
+    roce: bool,
+    wanted: int | None = None,
+    near: Sequence[IpAddress] = (),
+) -> Gid:
     """The entry to use of a port that errors call ``where``.
 
     RoCE: version 2 before version 1, an IPv4 address before IPv6, one that others can reach before
-    loopback and link-local ones; then the lowest. InfiniBand: entry 0, the port's own. ``wanted``
-    overrides all that.
+    loopback and link-local ones; then the one with most leading bits of one of ``near``; then the
+    lowest. InfiniBand: entry 0, the port's own. ``wanted`` overrides all that.
 
     Raises:
         ConfigError: there is no entry ``wanted``.
@@ -81,15 +96,23 @@ def choose(gids: Sequence[Gid], where: str, *, roce: bool, wanted: int | None = 
         raise TransportUnavailable(
             f"{where} has no GID: its network device needs an IP address, and to be up"
         )
-    return min(gids, key=_badness if roce else lambda gid: gid.index)
+    return min(gids, key=lambda gid: _badness(gid, near) if roce else gid.index)
 
 
-def _badness(gid: Gid) -> tuple[bool, int, bool, int]:
+def _badness(gid: Gid, near: Sequence[IpAddress]) -> tuple[int, ...]:
     address = gid.address
     # Every port has a link-local entry made from its MAC address, whether or not the network
     # device has that address.
     reach = 2 if address.is_link_local else int(address.is_loopback)
-    return gid.kind in _V1, reach, not gid.is_ipv4, gid.index
+    shared = max((_shared_bits(address, other) for other in near), default=0)
+    return -gid.version, reach, not gid.is_ipv4, -shared, gid.index
+
+
+def _shared_bits(a: IpAddress, b: IpAddress) -> int:
+    """How many leading bits are the same: subnets' masks are not known here."""
+    if a.version != b.version:
+        return 0
+    return a.max_prefixlen - (int(a) ^ int(b)).bit_length()
 
 
 def _text(file: str) -> str:

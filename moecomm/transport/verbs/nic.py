@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
+from moecomm.addresses import IpAddress
 from moecomm.errors import StateError
 from moecomm.transport.base import Region
 from moecomm.transport.engine.provider import Hooks, Limits, Registration, Sizing
@@ -42,7 +43,7 @@ class VerbsNic:
         port: which.
         sizing: see ``Sizing``.
         parameters: of the connections.
-        gid_index: see ``Device``.
+        gid_index, near: see ``Device``.
         bootstrap: makes another bootstrap than datagrams.
     """
 
@@ -55,6 +56,7 @@ class VerbsNic:
         *,
         parameters: Parameters | None = None,
         gid_index: int | None = None,
+        near: Sequence[IpAddress] = (),
         bootstrap: Callable[[], Bootstrap] | None = None,
     ) -> None:
         self.device = str(port)
@@ -63,7 +65,7 @@ class VerbsNic:
         self._nonce = secrets.token_bytes(8)
         self._closed = False
         with contextlib.ExitStack() as stack:
-            self._device = Device(port, gid_index=gid_index)
+            self._device = Device(port, gid_index=gid_index, near=near)
             stack.callback(self._device.close)
             self._domain = ProtectionDomain(self._device)
             stack.callback(self._domain.close)
@@ -114,7 +116,7 @@ class VerbsNic:
         stack.callback(self._peers.close)
         self._address = Address(
             self._nonce,
-            self._device.port.roce,
+            self._device.gid.version if self._device.port.roce else 0,
             self._device.gid.raw,
             self._device.lid,
             qp_num,
@@ -189,6 +191,7 @@ class VerbsOpener:
     parameters: Parameters = Parameters()
     gid_index: int | None = None
     bootstrap: Callable[[], Bootstrap] | None = None
+    near: Sequence[IpAddress] = ()
 
     transport: ClassVar[str] = TRANSPORT
 
@@ -203,5 +206,6 @@ class VerbsOpener:
             sizing,
             parameters=self.parameters,
             gid_index=self.gid_index,
+            near=self.near,
             bootstrap=self.bootstrap,
         )

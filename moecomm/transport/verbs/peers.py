@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from moecomm.errors import TransportError
+from moecomm.errors import PeerTimeout, TransportError
 from moecomm.transport.verbs import abi, posting_state, statuses, structures
 from moecomm.transport.verbs.bootstrap import Address, Bootstrap, Link
 from moecomm.transport.verbs.domains import ProtectionDomain
@@ -107,7 +107,11 @@ class Peers:
             name = Name(self._nonce, address.nonce, self._seen[address.nonce])
             self._seen[address.nonce] += 1
             links.append(self._link(peer, name, address))
-        bootstrap.connect(links, timeout_s)
+        try:
+            bootstrap.connect(links, timeout_s)
+        except PeerTimeout as error:
+            self._add_way(error, addresses[(error.peer or 0) - first].gid)
+            raise
 
     def close(self) -> None:
         """Idempotent. What is under way is dropped."""
@@ -125,14 +129,20 @@ class Peers:
             raise self._refusal(peer, f"runs another version of moecomm ({error})") from None
         if peer >= self._most:
             raise self._refusal(peer, f"is one more than the {self._most} planned for")
-        if address.roce != self._device.port.roce:
+        if bool(address.roce) != self._device.port.roce:
             kinds = ("InfiniBand", "Ethernet (RoCE)")
-            theirs, ours = kinds[address.roce], kinds[self._device.port.roce]
+            theirs, ours = kinds[bool(address.roce)], kinds[self._device.port.roce]
             raise self._refusal(
                 peer, f"is on {theirs}, this port on {ours}; set MOECOMM_RDMA_PORTS"
             )
+        other = Gid(-1, address.gid, mine.kind).address
+        if address.roce and address.roce != mine.version:
+            raise self._refusal(
+                peer,
+                f"speaks RoCE v{address.roce} at {other}, this port {mine}: versions do not mix; "
+                "set MOECOMM_GID_INDEX",
+            )
         if address.roce and not same_kind(mine, address.gid):
-            other = Gid(-1, address.gid, mine.kind).address
             raise self._refusal(
                 peer,
                 f"has the address {other}, this port {mine}: IPv4 and IPv6 do not mix; "
@@ -147,6 +157,17 @@ class Peers:
             peer=peer,
             operation="connect",
         )
+
+    def _add_way(self, error: TransportError, to: bytes) -> None:
+        """Say which way the connection was to take, and which others there are."""
+        gid = self._device.gid
+        text = f"{error}; {self._where} is {gid}, the peer {Gid(-1, to, gid.kind).address}"
+        others = ", ".join(str(other) for other in self._device.gids if other != gid)
+        if self._device.port.roce and others:
+            text += (
+                f"; if packets do not get from one to the other, set MOECOMM_GID_INDEX: {others}"
+            )
+        error.args = (text,)
 
     def _make_pairs(self) -> tuple[ReliableQueuePair, ReliableQueuePair | None]:
         queues = self._queues
@@ -199,7 +220,7 @@ class Peers:
                 messages.connect(target, self._parameters)
         except TransportError as error:
             error.peer = peer
-            error.add_note(f"to peer {peer}, at {Gid(-1, card.gid, '').address}")
+            self._add_way(error, card.gid)
             raise
 
     def _tell_ready(self, peer: int, card: Card) -> None:
