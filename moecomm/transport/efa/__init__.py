@@ -51,6 +51,8 @@ def open_engine(
 
     Raises: as ``TransferEngine``.
     """
+    from moecomm.agreement import together
+    from moecomm.group import DEFAULT_TIMEOUT_S
     from moecomm.transport.engine import jit
     from moecomm.transport.engine.engine import TransferEngine
 
@@ -59,7 +61,9 @@ def open_engine(
             "transport='efa' runs in real time: a simulation has 'loopback' alone"
         )
     jit.load("moecomm.transport.efa.hot")
-    nics = openers(fabric, num_nics, cuda_device)
+    nics = together(
+        group, "open", lambda: openers(fabric, num_nics, cuda_device), DEFAULT_TIMEOUT_S
+    )
     return TransferEngine(group, nics, options=options, cuda_device=cuda_device)
 
 

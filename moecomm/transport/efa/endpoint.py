@@ -71,9 +71,14 @@ class Endpoint:
         known = self._fabric.mr_mode | abi.FI_MR_HMEM | 3  # 1 and 2: basic and scalable, of old
         if self.mr_mode & ~known:
             self._refuse(f"wants registration modes {self.mr_mode & ~known:#x}")
-        mode = word(self._info, abi.INFO_MODE)
-        if mode & ~self._fabric.modes:
-            self._refuse(f"wants modes {mode & ~self._fabric.modes:#x}")
+        wanted = word(self._info, abi.INFO_MODE) & ~self._fabric.modes
+        if wanted & abi.FI_RX_CQ_DATA:
+            self._refuse(
+                "wants a receive for every write with an immediate (FI_RX_CQ_DATA): the device or "
+                "its firmware cannot do without, or FI_EFA_USE_UNSOLICITED_WRITE_RECV=0 is set"
+            )
+        if wanted:
+            self._refuse(f"wants modes {wanted:#x}")
         imm_bytes = word(domain, abi.DOMAIN_CQ_DATA_SIZE)
         if imm_bytes < 4:
             self._refuse(f"carries immediates of {imm_bytes} bytes, 4 are needed")

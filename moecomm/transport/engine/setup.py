@@ -61,6 +61,7 @@ def agree(
     size = group.size
     mine = {
         "number of NICs": len(openers),
+        "kinds of NICs": ", ".join(opener.transport for opener in openers),
         "rx_depth": options.arrivals(size),
         "message_bytes": options.message_bytes,
         "messages_per_peer": options.messages_per_peer,

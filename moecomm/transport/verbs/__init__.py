@@ -61,6 +61,8 @@ def open_engine(
 
     Raises: as ``TransferEngine``, and ``ConfigError``: no such port, address or bootstrap.
     """
+    from moecomm.agreement import together
+    from moecomm.group import DEFAULT_TIMEOUT_S
     from moecomm.transport.engine import jit
     from moecomm.transport.engine.engine import TransferEngine
     from moecomm.transport.verbs.bootstrap import StoreBootstrap
@@ -84,10 +86,10 @@ def open_engine(
     store = group.store
     near = meeting_addresses(store.address[0] if isinstance(store, TcpStore) else "")
     jit.load("moecomm.transport.verbs.hooks")
-    nics = [
-        VerbsOpener(port, parameters, gid_index, over_store, near)
-        for port in choose(ports, num_nics, cuda_device)
-    ]
+    chosen = together(
+        group, "open", lambda: choose(ports, num_nics, cuda_device), DEFAULT_TIMEOUT_S
+    )
+    nics = [VerbsOpener(port, parameters, gid_index, over_store, near) for port in chosen]
     return TransferEngine(group, nics, options=options, cuda_device=cuda_device)
 
 
