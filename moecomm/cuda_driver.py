@@ -17,6 +17,7 @@ from moecomm.errors import ConfigError, MoecommError, TransportUnavailable
 
 MODULE = "cuda.bindings.driver"  # tests without a GPU name another
 OUT_OF_MEMORY: Final = 2  # CUDA_ERROR_OUT_OF_MEMORY
+NOT_READY: Final = 802  # CUDA_ERROR_SYSTEM_NOT_READY
 
 
 class DriverError(MoecommError):
@@ -42,7 +43,10 @@ def driver() -> Any:
             'cuda.bindings is not installed: pip install "moecomm[cuda13]"'
         ) from error
     except (RuntimeError, MoecommError) as error:
-        raise TransportUnavailable(f"no usable NVIDIA driver: {error}") from error
+        hint = ""
+        if isinstance(error, DriverError) and error.code == NOT_READY:
+            hint = ": the NVLink fabric is not up; start nvidia-fabricmanager (as root)"
+        raise TransportUnavailable(f"no usable NVIDIA driver: {error}{hint}") from error
     return module
 
 

@@ -223,12 +223,14 @@ COPY = Copy(Path("/opt/nvshmem"), (3, 4, 5))
     [((3, 4, 5), (3, 4, 5), (3, 8, 0)), ((3, 4, 5), (3, 8, 0), (3, 4, 5)),
      ((3, 8, 0), (3, 4, 5), (3, 4, 5)), ((3, 4, 5), None, (3, 4, 5))],
 )  # fmt: skip
-def test_one_part_of_another_version_is_refused(
+def test_f14_one_part_of_another_version_is_refused(
     monkeypatch: pytest.MonkeyPatch, headers: Any, archive: Any, host: Any
 ) -> None:
     monkeypatch.setattr(nvshmem_link, "archive_version", lambda *_: archive)
     with pytest.raises(mc.TransportUnavailable, match="must be one version") as caught:
-        nvshmem_link.check_versions(Copy(COPY.root, headers), "sm_90", host)
+        nvshmem_link.check_versions(Copy(COPY.root, headers), "sm_90", host, "/usr/lib/host.so.3")
+    assert "/opt/nvshmem, host library" in str(caught.value)
+    assert " at /usr/lib/host.so.3: must be" in str(caught.value)
     for what, version in (("headers", headers), ("archive", archive), ("host library", host)):
         text = ".".join(map(str, version)) if version else "of unknown version"
         assert f"{what} {text}" in str(caught.value)

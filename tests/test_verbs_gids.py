@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fake_ports import LINK_LOCAL, V1, V2, make_port
 from fake_verbs import FakeVerbs, installed
+from threads import run_threads
 from verbs_ends import SIZING
 
 import moecomm as mc
@@ -180,6 +181,22 @@ def test_addresses_where_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
         assert meeting_addresses(host) == NEAR
     monkeypatch.setattr(addresses, "own_addresses", lambda: ["node1"])
     assert meeting_addresses("") == ()
+
+
+def test_f05_a_rank_without_a_port_is_known_to_the_other(
+    ports: list[Port], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The other does not wait for it."""
+    monkeypatch.setattr(verbs, "choose_ports", lambda names: choose_ports(names, tmp_path))
+
+    def work(group: mc.Group) -> mc.MoecommError:
+        with pytest.raises(mc.MoecommError) as caught:
+            verbs.open_engine(group, ["mlx5_9"] if group.rank else None)
+        return caught.value
+
+    found, missing = run_threads(work, 2)
+    assert str(missing) == "rdma_ports='mlx5_9': no such port; there are: mlx5_1:1, mlx5_2:1"
+    assert str(found) == f"rank 1 failed in open: ConfigError: {missing}"
 
 
 def test_f10_a_device_file_without_access_is_named(make: Make, library: FakeVerbs) -> None:

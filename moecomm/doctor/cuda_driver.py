@@ -17,7 +17,6 @@ ATTRIBUTES: Final = {
     "dma_buf": 124,
     "fabric_handles": 128,
 }
-NOT_READY: Final = 802  # CUDA_ERROR_SYSTEM_NOT_READY
 _FABRIC_STATES: Final = ("not supported", "not started", "in progress", "completed")
 
 

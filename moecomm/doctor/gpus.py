@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from moecomm.cuda_driver import NOT_READY
 from moecomm.doctor import foreign
-from moecomm.doctor.cuda_driver import NOT_READY
 from moecomm.doctor.finding import Finding, absent, bad, ok, size_text
 from moecomm.doctor.foreign import Failure
 

@@ -71,10 +71,11 @@ def archive_version(copy: Copy, arch: str) -> Version | None:
     return None if data is None or len(data) < 12 else struct.unpack_from("<3i", data)
 
 
-def check_versions(copy: Copy, arch: str, host: Version) -> None:
+def check_versions(copy: Copy, arch: str, host: Version, path: str = "") -> None:
     """Check that the parts of NVSHMEM are of one version, one whose device functions are known.
 
-    Two versions in one run hang instead of failing. ``host``: what the host library says.
+    Two versions in one run hang instead of failing. ``host``: what the host library at
+    ``path`` says.
 
     Raises:
         TransportUnavailable: they are not; the message has all three.
@@ -85,7 +86,7 @@ def check_versions(copy: Copy, arch: str, host: Version) -> None:
         archive, why = None, f" (it does not link for {arch}: {str(error).splitlines()[0]})"
     found = (
         f"headers {text(copy.headers)} and archive {text(archive)}{why} in {copy.root}, "
-        f"host library {text(host)}"
+        f"host library {text(host)}" + (f" at {path}" if path else "")
     )
     if not copy.headers == archive == host:
         raise TransportUnavailable(

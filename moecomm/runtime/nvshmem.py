@@ -16,7 +16,7 @@ from moecomm.kernels.nvshmem_link import check_versions, find_copy
 from moecomm.layout import Layout
 from moecomm.remote import Remote
 from moecomm.runtime.devices import choose_index
-from moecomm.transport.nvshmem import host_version, open_memory
+from moecomm.transport.nvshmem import host_path, host_version, open_memory
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def _check(index: int) -> bool:
     """What concerns this rank alone: the copies of NVSHMEM."""
     major = attribute(index, "COMPUTE_CAPABILITY_MAJOR")
     minor = attribute(index, "COMPUTE_CAPABILITY_MINOR")
-    check_versions(find_copy(), f"sm_{major}{minor}", host_version())
+    check_versions(find_copy(), f"sm_{major}{minor}", host_version(), host_path())
     return True
 
 

@@ -149,6 +149,11 @@ def host_version() -> tuple[int, ...]:
     return nvshmem_library.load().version
 
 
+def host_path() -> str:
+    """Where the host library lies."""
+    return nvshmem_library.load().path
+
+
 def open_memory(group: Group, index: int, heap_bytes: int = 0) -> NvshmemMemory:
     """What ``moecomm.transport.open_gpu_memory("nvshmem", group, index)`` returns."""
     return NvshmemMemory(group, index, heap_bytes=heap_bytes)
