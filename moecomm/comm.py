@@ -225,18 +225,18 @@ class MoeComm(Communicator):
 
     # ---- without combining -------------------------------------------------------------------
 
-    def release(self, handle: Handle) -> None:
+    def release(self, handle: Handle, stream: Any = None) -> None:
         """Close ``handle`` without combining; ``handle.close()`` is the same."""
         if os.getpid() != self._pid:
             return  # a forked child: the handle is its parent's
         with self._lock:
             if handle.state in (State.CLOSED, State.FAILED) or self._closed or self._failure:
                 return
-            where = self._runtime.stream(None, handle.kind)
-            if handle.state is State.SENT and not self._drain(handle, where):
+            where = self._runtime.stream(stream, handle.kind)
+            if handle.state is State.SENT and not self._drain(handle, where, stream):
                 return
             if handle.state is not State.RETURNED:  # else combine_send has told the peers
-                self._launch("release", handle, where)
+                self._launch("release", handle, where, stream)
             self._slots.free(handle, State.CLOSED)
 
     # ---- inside ----------------------------------------------------------------------------------
@@ -249,10 +249,10 @@ class MoeComm(Communicator):
         if self._runtime.synchronous:
             self.check()
 
-    def _drain(self, handle: Handle, where: int) -> bool:
+    def _drain(self, handle: Handle, where: int, stream: Any) -> bool:
         """Receive rows that nobody wants. False: they overflow, and reporting that freed it."""
         try:
-            self._launch("dispatch_recv", handle, where)
+            self._launch("dispatch_recv", handle, where, stream)
         except Overflow:
             return False
         return True

@@ -59,9 +59,12 @@ class Handle:
                 f"{call}: must come when {state.value}; of this handle, {self.state.value}"
             )
 
-    def close(self) -> None:
-        """Give the slot back without combining. Idempotent. Every rank must do the same."""
-        self.comm.release(self)
+    def close(self, stream: Any = None) -> None:
+        """Give the slot back without combining. Idempotent. Every rank must do the same.
+
+        ``stream``: as of the halves.
+        """
+        self.comm.release(self, stream)
 
 
 @dataclass(slots=True)  # frozen would cost 1 µs a dispatch

@@ -6,6 +6,7 @@ test_gpu_nvlink.py.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from fake_transport import network
 from threads import run_threads
 
 import moecomm as mc
+from moecomm import arrays
 from moecomm.kernels.args import ArgBlock, Args
 from moecomm.kernels.gpu import GpuKernels
 from moecomm.kernels.stages import STAGES, input_codes
@@ -232,6 +234,41 @@ def test_a_launch_is_what_the_half_means(gpus: FakeDriver) -> None:
             one.close()
 
     in_threads(send)
+
+
+def test_e06_every_launch_is_on_the_stream_that_was_given(
+    gpus: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch has another one current, and knows nothing of this one."""
+    import torch
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 40, raising=False)
+    x, idx, weights = inputs()
+
+    def new_array(*_: Any, stream: int | None = None) -> GpuArray:
+        assert stream == 77  # what it is for, too
+        return x
+
+    def all_halves(group: mc.Group) -> None:
+        comm = mc.MoeComm(dataclasses.replace(CFG, combine_dtype="float32"), group, device="cuda")
+        comm._views.of = lambda handle: None  # type: ignore[method-assign, assignment]
+        gpus.launches.clear()
+        for received in (False, True):
+            handle = comm.dispatch_send(x, idx, weights, stream=77)
+            if received:
+                comm.dispatch_recv(handle, stream=77)
+            handle.close(stream=77)
+        handle = comm.dispatch_send(x, idx, weights, stream=77)
+        comm.dispatch_recv(handle, stream=77)
+        y = GpuArray(np.zeros(comm.layout.recv_shape, np.float32))
+        comm.combine_send(y, handle, stream=77)
+        monkeypatch.setattr(arrays, "empty_like_kind", new_array)
+        assert comm.combine_recv(handle, weights, stream=77) is x
+        assert {function.split("_lines")[0] for function, *_ in gpus.launches} == set(STAGES)
+        assert {launch[3] for launch in gpus.launches} == {77}
+        comm.close()
+
+    run_threads(all_halves, 1)
 
 
 def test_the_callers_device_stays_current_and_the_right_one_is_used(gpus: FakeDriver) -> None:
