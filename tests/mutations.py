@@ -6,7 +6,6 @@ own, since a faulty kernel may also write anywhere; as many at once as there are
 
 from __future__ import annotations
 
-import os
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 
 import moecomm as mc
+from moecomm import cpus
 from moecomm.kernels import source
 
 SEEDS = 40
@@ -80,7 +80,7 @@ class Search:
         self._waiting = dict(arguments)
         self._running: dict[Connection, tuple[str, BaseProcess]] = {}
         self._results: dict[str, str | BaseException | None] = {}
-        self._at_once = len(os.sched_getaffinity(0))
+        self._at_once = len(cpus.allowed())
 
     def __getitem__(self, name: str) -> str | None:
         while name not in self._results:

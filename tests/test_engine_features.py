@@ -18,6 +18,7 @@ from threads import run_threads
 from transport_conformance import fill, payload, pump, raised, read, registered
 
 import moecomm as mc
+from moecomm import cpus
 from moecomm.errors import ConfigError, PeerTimeout, StateError, TransportError
 from moecomm.group import Group
 from moecomm.store_local import LocalStore
@@ -404,7 +405,7 @@ def test_processors_near_a_gpu_come_from_sysfs(tmp_path: Any) -> None:
     node.mkdir(parents=True)
     (node / "cpulist").write_text("0,5-7\n")
     (device / "numa_node").write_text("1\n")
-    allowed = topology.allowed()
+    allowed = cpus.allowed()
     assert topology.parse("0,5-7\n") == {0, 5, 6, 7}
     assert topology.cpus_near("0000:3B:00.0", tmp_path) == {0, 5, 6, 7} & allowed
     (device / "numa_node").write_text("-1\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moecomm import cuda_driver
+from moecomm import cpus, cuda_driver
 from moecomm.errors import TransportUnavailable
 from moecomm.transport.engine import topology
 from moecomm.transport.engine.flags import FLAG_BYTES, Flags
@@ -48,4 +48,4 @@ def test_the_gpus_place_on_the_pci_bus_is_in_sysfs() -> None:
     address = topology.pci_address_of(0)
     assert len(address.split(":")) == 3
     if (Path("/sys/bus/pci/devices") / address).exists():
-        assert topology.cpus_near(address) <= topology.allowed()
+        assert topology.cpus_near(address) <= cpus.allowed()

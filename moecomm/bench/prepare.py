@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Final
 
-from moecomm import env
+from moecomm import cpus, env
 from moecomm.bench.options import Options
 from moecomm.cuda_driver import attribute
 from moecomm.kernels import choice
@@ -55,7 +54,7 @@ def compile_ahead(wanted: Iterable[Layout], kernels: str = "auto") -> None:
     """
     began = time.monotonic()
     tasks = variants(wanted)
-    processes = max(1, min(MOST_PROCESSES, os.cpu_count() or 1, len(tasks)))
+    processes = max(1, min(MOST_PROCESSES, len(cpus.allowed()), len(tasks)))
     # Processes of their own: the compiler holds the interpreter's lock, and looking at the GPU
     # here would keep a context of this process on it.
     spawn = multiprocessing.get_context("spawn")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
@@ -16,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from moecomm import dtypes
+from moecomm import cpus, dtypes
 from moecomm.doctor.finding import size_text
 from moecomm.kernels import choice
 from moecomm.kernels.jit import DEFAULT_ARCHS, Compiled, Toolchain
@@ -49,20 +48,13 @@ def compile_kernels(
     for name in archs:
         toolchain.check_arch(name)
     tasks = [task for name in archs for task in _tasks(kernels, name)]
-    outcomes = _with_progress(tasks, jobs or available_cpus())
+    outcomes = _with_progress(tasks, jobs or len(cpus.allowed()))
     if as_json:
         typer.echo(json.dumps([row for o in outcomes for row in rows(o)], indent=2))
     else:
         show(outcomes, Console())
     if failed(outcomes):
         raise typer.Exit(1)
-
-
-def available_cpus() -> int:
-    """CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def failed(outcomes: Iterable[Outcome]) -> bool:

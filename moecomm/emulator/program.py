@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+from moecomm import cpus
 from moecomm.emulator.build import build_program
 from moecomm.emulator.native import KernelEntry
 from moecomm.errors import ConfigError
@@ -57,6 +59,10 @@ class EmulatorProgram:
         """Compile and load now. Raises ``CompileError``."""
         self._variant(checks)
 
+    def is_ready(self, checks: bool) -> bool:
+        """Whether ``prepare`` has nothing to do."""
+        return checks in self._variants
+
     def entry(self, kernel: str, num_bytes: int, *, checks: bool) -> int:
         """Return the address of the kernel's table row; ``num_bytes`` are its arguments.
 
@@ -84,6 +90,20 @@ class EmulatorProgram:
                 path = build_program(text, self.name, checks=checks, objects=objects)
                 self._variants[checks] = _Variant(ctypes.CDLL(str(path)))
             return self._variants[checks]
+
+
+def prepare_all(programs: Iterable[EmulatorProgram], *, checks: bool) -> None:
+    """``prepare`` many, as many at once as there are processors: each is a compiler's process.
+
+    Raises:
+        CompileError: the first one that does not compile.
+    """
+    todo = [program for program in dict.fromkeys(programs) if not program.is_ready(checks)]
+    if not todo:
+        return
+    with ThreadPoolExecutor(len(cpus.allowed())) as pool:
+        for _ in pool.map(lambda program: program.prepare(checks=checks), todo):
+            pass
 
 
 class _Variant:

@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from moecomm.emulator import EmulatorProgram, ProcessWorld
+from moecomm.emulator.program import prepare_all
 from moecomm.kernels import coding, source
 from moecomm.kernels.args import Args
 from moecomm.kernels.geometry import EMULATOR, Machine, geometry
@@ -39,9 +40,14 @@ class EmulatedKernels:
         self._worlds: dict[tuple[EmulatorProgram, tuple[int, ...]], ProcessWorld] = {}
         coding.addresses(layout.cfg.coded)  # a codec that does not work is an error here
         checks = simulation is not None and simulation.checks
-        for stage in STAGES:
-            for code in input_codes(layout.cfg) if stage == "dispatch_send" else [0]:
-                self._program(stage, code).prepare(checks=checks)
+        prepare_all(
+            (
+                self._program(stage, code)
+                for stage in STAGES
+                for code in (input_codes(layout.cfg) if stage == "dispatch_send" else [0])
+            ),
+            checks=checks,
+        )
 
     def launch(self, stage: str, args: Args, num_tokens: int, input_code: int) -> None:
         """Run one stage. Raises what the emulator finds: ``Deadlock``, ``CheckFailure``."""

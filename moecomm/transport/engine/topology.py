@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 from pathlib import Path
 from typing import Final
+
+from moecomm import cpus
 
 logger = logging.getLogger(__name__)
 
@@ -21,11 +22,11 @@ def cpus_near(pci_address: str, sysfs: Path = SYSFS) -> frozenset[int]:
         node = int((device / "numa_node").read_text())
         if node < 0:
             return frozenset()
-        cpus = parse((sysfs / f"devices/system/node/node{node}/cpulist").read_text())
+        near = parse((sysfs / f"devices/system/node/node{node}/cpulist").read_text())
     except (OSError, ValueError) as error:
         logger.debug("the NUMA node of %s is not known: %s", pci_address, error)
         return frozenset()
-    return cpus & allowed()
+    return near & cpus.allowed()
 
 
 def parse(cpulist: str) -> frozenset[int]:
@@ -35,13 +36,6 @@ def parse(cpulist: str) -> frozenset[int]:
         first, _, last = part.partition("-")
         found.update(range(int(first), int(last or first) + 1))
     return frozenset(found)
-
-
-def allowed() -> frozenset[int]:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
 
 
 def pci_address_of(cuda_device: int) -> str:
