@@ -20,6 +20,7 @@ from payload import payload
 import moecomm as mc
 from moecomm.emulator import simulate
 from moecomm.kernels import emulated, source, stages
+from moecomm.kernels.geometry import Grain
 
 pytestmark = pytest.mark.usefixtures("poisoned", "slow_sources")
 
@@ -37,7 +38,7 @@ PLACES = {
         "a.rank == 0 && dest > 0 && word == 0",
     ),
     "record-flags": (
-        "dispatch_send.cu", "st_release_sys(plan.flag[lane_id()], epoch);", "a.rank == 0",
+        "dispatch_send.cu", "st_release_sys(plan.flag[d], epoch);", "a.rank == 0",
     ),
     "flags-of-lines": (
         "line.cuh", "if (live && holds_flag()) st_release_sys(words + 1, v.high);",
@@ -60,12 +61,12 @@ PLACES = {
     ),
     "planning-a-token": (
         "dispatch_send.cu",
-        "if (live) plan_token(a, t, load_slot(a, t), s.plans[n]);",
+        "if (plans) plan_token(a, t, load_slot(a, t), s.plans[n]);",
         "a.rank == 0",
     ),
 }  # fmt: skip
 CHOICE = len(stages.emulator_table(mc.Layout(mc.MoeConfig(
-    num_experts=1, top_k=1, hidden=1, max_tokens=1), 1, 0)))  # fmt: skip
+    num_experts=1, top_k=1, hidden=1, max_tokens=1), 1, 0), Grain(False, 1)))  # fmt: skip
 chosen = {"place": -1}  # the place that is slow now
 
 
@@ -91,7 +92,7 @@ def slow_sources() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(source, "load", lambda name: with_delays(name, plain_load(name)))
         patch.setattr(
-            emulated, "emulator_table", lambda layout: [*plain_table(layout), chosen["place"]]
+            emulated, "emulator_table", lambda *args: [*plain_table(*args), chosen["place"]]
         )
         yield
     emulated._program.cache_clear()

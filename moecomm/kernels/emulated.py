@@ -9,7 +9,7 @@ from moecomm.emulator import EmulatorProgram, ProcessWorld
 from moecomm.emulator.program import prepare_all
 from moecomm.kernels import coding, source
 from moecomm.kernels.args import Args
-from moecomm.kernels.geometry import EMULATOR, Machine, geometry
+from moecomm.kernels.geometry import EMULATOR, Machine, geometry, grain
 from moecomm.kernels.stages import (
     STAGES,
     emulator_defines,
@@ -37,6 +37,7 @@ class EmulatedKernels:
         self._words: tuple[int, ...] | None = None
         self._simulation = simulation
         self._machine = machine
+        self._grain = grain(layout, machine.max_blocks, machine.threads)
         self._worlds: dict[tuple[EmulatorProgram, tuple[int, ...]], ProcessWorld] = {}
         coding.addresses(layout.cfg.coded)  # a codec that does not work is an error here
         checks = simulation is not None and simulation.checks
@@ -51,7 +52,7 @@ class EmulatedKernels:
 
     def launch(self, stage: str, args: Args, num_tokens: int, input_code: int) -> None:
         """Run one stage. Raises what the emulator finds: ``Deadlock``, ``CheckFailure``."""
-        shape = geometry(stage, self._layout, self._machine, num_tokens)
+        shape = geometry(stage, self._layout, self._machine, num_tokens, self._grain)
         program, table = self._program(stage, input_code), self._table(stage, input_code)
         kernel = kernel_name(self._layout, stage)
         launch = (kernel, bytes(args), shape.blocks, shape.threads, shape.shared_bytes)
@@ -74,7 +75,7 @@ class EmulatedKernels:
     def _table(self, stage: str, input_code: int) -> tuple[int, ...]:
         """What the program's configuration words are."""
         if self._words is None:
-            self._words = tuple(emulator_table(self._layout))
+            self._words = tuple(emulator_table(self._layout, self._grain))
         return self._words if self._layout.cfg.coded is None else (*self._words, input_code)
 
 

@@ -10,7 +10,14 @@ from moecomm.cuda_driver import attribute, call, check, current
 from moecomm.kernels import coding
 from moecomm.kernels.args import ArgBlock
 from moecomm.kernels.codec_check import check_on_gpu
-from moecomm.kernels.geometry import Machine, geometry, gpu_machine, shared_bytes
+from moecomm.kernels.geometry import (
+    Grain,
+    Machine,
+    geometry,
+    gpu_grain,
+    gpu_machine,
+    shared_bytes,
+)
 from moecomm.kernels.jit import Compiled, LinkInput, compile_kernel
 from moecomm.kernels.stages import STAGES, gpu_defines, input_codes, kernel_name
 from moecomm.layout import Layout
@@ -39,6 +46,7 @@ class GpuKernels:
         self._shared = shared
         self._link = link
         self._layout = layout
+        self._grain = self._cut()
         multiprocessors = attribute(index, "MULTIPROCESSOR_COUNT")
         self._machines = {stage: self._machine(stage, multiprocessors) for stage in STAGES}
         major = attribute(index, "COMPUTE_CAPABILITY_MAJOR")
@@ -85,7 +93,7 @@ class GpuKernels:
     def _config(self, stage: str, num_tokens: int, stream: int) -> Any:
         """The launch configuration, kept: making one takes longer than launching."""
         cu = self._cu
-        shape = geometry(stage, self._layout, self._machines[stage], num_tokens)
+        shape = geometry(stage, self._layout, self._machines[stage], num_tokens, self._grain)
         config = cu.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = shape.blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = shape.threads, 1, 1
@@ -102,6 +110,9 @@ class GpuKernels:
             self._configs.clear()
         self._configs[stage, num_tokens, stream] = config
         return config
+
+    def _cut(self) -> Grain:
+        return gpu_grain(self._layout)
 
     def _machine(self, stage: str, multiprocessors: int) -> Machine:
         return gpu_machine(stage, self._layout, multiprocessors)

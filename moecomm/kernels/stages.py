@@ -8,7 +8,13 @@ from typing import Any, Final
 from moecomm import dtypes
 from moecomm.config import MoeConfig
 from moecomm.kernels import coding
-from moecomm.kernels.geometry import EMULATOR, SMEM_STRUCT_BYTES, gpu_block
+from moecomm.kernels.geometry import (
+    EMULATOR,
+    SMEM_STRUCT_BYTES,
+    Grain,
+    gpu_block,
+    gpu_grain,
+)
 from moecomm.layout import Layout
 from moecomm.remote import Remote
 
@@ -48,7 +54,11 @@ def dtype_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int]
 def gpu_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int | str]:
     """Everything is a literal: a GPU kernel is compiled for its very problem."""
     block = gpu_block(layout)
-    shape = {"BLOCK_THREADS": block.threads, "SM_BLOCKS": block.per_sm}
+    shape = {
+        "BLOCK_THREADS": block.threads,
+        "SM_BLOCKS": block.per_sm,
+        **gpu_grain(layout).constants,
+    }
     remote = {"HAS_REMOTE": layout.constants["REMOTE"]}
     codec = coding.constants(layout) if coding.calls(layout.cfg, stage) else {}
     own = dtype_defines(layout, stage, input_code)
@@ -57,7 +67,7 @@ def gpu_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int | 
 
 def emulator_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int | str]:
     """Numbers come from a table at run time: one compile a dtype serves every problem."""
-    names = list(layout.constants)
+    names = [*layout.constants, *Grain(False, 1).constants]
     if coding.calls(layout.cfg, stage):
         names += [*coding.constants(layout), *coding.address_names(), coding.INPUT]
         input_code = dtypes.BF16  # any: all of them are one program
@@ -66,13 +76,14 @@ def emulator_defines(layout: Layout, stage: str, input_code: int) -> dict[str, i
     return {**table, **shape, **dtype_defines(layout, stage, input_code)}
 
 
-def emulator_table(layout: Layout) -> list[int]:
+def emulator_table(layout: Layout, cut: Grain) -> list[int]:
     """What ``emulator_defines`` looks up; addresses of functions are this process's own. With a
     codec, the input's code comes behind it.
 
     Raises: ``CodecError``, ``CompileError``: the codec's functions cannot be called.
     """
-    numbers = [*layout.constants.values(), *coding.constants(layout).values()]
+    numbers = [*layout.constants.values(), *cut.constants.values()]
+    numbers += coding.constants(layout).values()
     return numbers + coding.addresses(layout.cfg.coded)
 
 

@@ -31,7 +31,7 @@ DEVICE void store_copies(const Args& a, const RowPlan& plan, u64 c, const Chunk&
         RecvRow::store((void*)recv_row(a, plan.rows[i]), c, chunk, rows_aligned());
 }
 
-// ---- flags: a lane makes a chunk of recv.x at a time, so that stores of a warp are neighbours -------
+// ---- flags: a thread makes a chunk of recv.x at a time, so that stores of a warp are neighbours -----
 DEVICE Chunk load_unit(u64 at)
 {
     Chunk unit = zero_chunk();
@@ -41,24 +41,25 @@ DEVICE Chunk load_unit(u64 at)
     return unit;
 }
 
-// One warp: the row of the record at `record`.
+// One team: the row of the record at `record`.
 DEVICE void decode_record(const Args& a, const RowPlan& plan, u64 record)
 {
     const u64 num_chunks = RecvRow::num_chunks();
     const float* scales = reinterpret_cast<const float*>(record + RECORD_SCALE_OFF);
-    for (u64 c = lane_id(); c < num_chunks; c += CHUNKS_AT_ONCE * WARP_SIZE) {
+    const u32 step = team_threads();
+    for (u64 c = team_thread(); c < num_chunks; c += CHUNKS_AT_ONCE * step) {
         Chunk units[CHUNKS_AT_ONCE];
         float scale[CHUNKS_AT_ONCE];
         UNROLL for (u32 n = 0; n < CHUNKS_AT_ONCE; ++n) {
-            const u64 at = c + n * WARP_SIZE;
+            const u64 at = c + n * step;
             scale[n] = 1.0f;
             if (at >= num_chunks) continue;
             units[n] = load_unit(record + RECORD_ROW_OFF + at * UNIT_BYTES);
             if (CODEC_SCALED) scale[n] = ld(scales + scale_of_column(at * RecvRow::kElems));
         }
         UNROLL for (u32 n = 0; n < CHUNKS_AT_ONCE; ++n)
-            if (c + n * WARP_SIZE < num_chunks)
-                store_copies(a, plan, c + n * WARP_SIZE, decoded(units[n], 0, scale[n]));
+            if (c + n * step < num_chunks)
+                store_copies(a, plan, c + n * step, decoded(units[n], 0, scale[n]));
     }
 }
 

@@ -1,13 +1,14 @@
 // combine_recv: out[t] = sum over places of (weight *) returned row, in fp32, rounded once.
 //
-// Warps share out this rank's tokens; each waits for exactly the rows its token is owed, which
+// Teams share out this rank's tokens; each waits for exactly the rows its token is owed, which
 // the routing kept by dispatch_send tells. Places count slots k (reduce="receiver": weighted
 // here) or destination ranks in ascending order (already weighted).
 //
 // Reads: own combine_row, combine_flag, route, num_dest, weight.  Writes: out.
-// Order: acquire of a row's flag, warp barrier, its bytes.
+// Order: acquire of a row's flag, the team's barrier, its bytes.
 #include "owed.cuh"
 
+// One warp.
 DEVICE bool rows_arrived(const Args& a, const Owed& owed, u32 t, u64 epoch)
 {
     const u32 n = min(lane_id(), owed.num ? owed.num - 1 : 0);
@@ -51,15 +52,15 @@ DEVICE void add_rows(const Owed& owed, u32 first, const Chunk* y, Sum<COMBINE_DT
         if (first + i < owed.num) sum.add(owed.weight[first + i], y[i]);
 }
 
-// Chunks c, c + 32 ... of token t.
-DEVICE void sum_chunks(const Args& a, const Owed& owed, u32 t, u64 c)
+// Chunks c, c + step ... of token t.
+DEVICE void sum_chunks(const Args& a, const Owed& owed, u32 t, u64 c, u32 step)
 {
     void* out = (void*)(a.out + t * a.out_stride);
     Chunk y[LOADS_AT_ONCE];
     UNROLL for (u32 n = 0; n < COLUMNS_AT_ONCE; ++n)
-        load_rows(a, owed, t, 0, c + n * WARP_SIZE, y + n * ROWS_AT_ONCE);
+        load_rows(a, owed, t, 0, c + n * step, y + n * ROWS_AT_ONCE);
     UNROLL for (u32 n = 0; n < COLUMNS_AT_ONCE; ++n) {
-        const u64 column = c + n * WARP_SIZE;
+        const u64 column = c + n * step;
         if (column >= Y::num_chunks()) continue;
         Sum<COMBINE_DTYPE> sum = Sum<COMBINE_DTYPE>::zero();
         if (a.accumulate) sum = Sum<COMBINE_DTYPE>::of(Y::load(out, column, a.out_aligned));
@@ -75,20 +76,25 @@ DEVICE void sum_chunks(const Args& a, const Owed& owed, u32 t, u64 c)
 
 DEVICE void sum_rows(const Args& a, const Owed& owed, u32 t)
 {
-    for (u64 c = lane_id(); c < Y::num_chunks(); c += COLUMNS_AT_ONCE * WARP_SIZE)
-        sum_chunks(a, owed, t, c);
+    const u32 step = team_threads();
+    for (u64 c = team_thread(); c < Y::num_chunks(); c += COLUMNS_AT_ONCE * step)
+        sum_chunks(a, owed, t, c, step);
 }
 
 DEVICE void receive_tokens(const Args& a, u32 tokens, u64 epoch)
 {
     DYNAMIC_SHARED(Owed, spaces);
-    Owed& owed = spaces[warp_id()];
-    for (u32 t = blockIdx.x * num_warps() + warp_id(); t < tokens; t += gridDim.x * num_warps()) {
-        load_owed(a, owed, t);
-        __syncwarp();
-        if (!rows_arrived(a, owed, t, epoch)) return;
+    Owed& owed = spaces[team_id()];
+    for (u32 t = blockIdx.x * num_teams() + team_id(); t < tokens; t += gridDim.x * num_teams()) {
+        bool ok = true;
+        if (leads_team()) {
+            load_owed(a, owed, t);
+            __syncwarp();
+            ok = rows_arrived(a, owed, t, epoch);
+        }
+        if (!team_all(ok)) return;
         sum_rows(a, owed, t);
-        __syncwarp();  // nobody still reads this warp's space
+        team_sync();  // nobody still reads this team's space
     }
 }
 
@@ -97,6 +103,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_r
     let_next_kernel_start();
     const u32 tokens = ld(local_at<u32>(a, LOC_NUM_TOKENS, a.slot));
     u64 epoch;
-    if (__all_sync(FULL_WARP, begin_combine(a, &epoch))) receive_tokens(a, tokens, epoch);
+    if (team_all(begin_combine(a, &epoch))) receive_tokens(a, tokens, epoch);
     wait_for_earlier_kernels();  // whoever waits for this kernel also waits for combine_send
 }

@@ -1,4 +1,5 @@
-// combine_send, with flags in the data. Warps share out the pieces (four lines) of all rows.
+// combine_send, with flags in the data. Warps share out the pieces (four lines) of all rows, one or two
+// at a time.
 //
 // Reads: y; own meta, row_of.  Writes: peers' combine_row, ack.
 // Order: none but the lines' own.
@@ -13,6 +14,12 @@ DEVICE Chunk y_chunk(const Args& a, u64 row, u32 piece)
     const u32 c = piece * PIECE_CHUNKS + lane_id();
     if (lane_id() >= PIECE_CHUNKS || c >= ROW_WORDS / 2) return zero_chunk();
     return Row<COMBINE_DTYPE>::load((const void*)(a.y + row * a.y_stride), c, a.y_aligned);
+}
+
+DEVICE void y_chunks(const Args& a, u64 row, u32 first, Chunk* own)
+{
+    UNROLL for (u32 i = 0; i < MOST_PIECES; ++i)
+        if (i < PIECES_AT_ONCE) own[i] = y_chunk(a, row, first + i);
 }
 
 DEVICE Chunk sum_chunk(const Args& a, const Returned& rec, u32 piece)
@@ -36,6 +43,25 @@ DEVICE void send_piece(const Args& a, const Returned& rec, u32 n, u32 piece, Chu
     }
 }
 
+// Pieces first, first + 1 ... of what goes back for record j.
+DEVICE void return_pieces(const Args& a, Returned& rec, u32 j, u32 first, u64 epoch)
+{
+    Chunk own[MOST_PIECES];
+    // In the rank layout row j belongs to record j: no need to ask its meta first.
+    if (LAYOUT == LAYOUT_RANK) y_chunks(a, j, first, own);
+    load_returned(a, rec, j);
+    __syncwarp();
+    if (SENDER_REDUCES)
+        UNROLL for (u32 i = 0; i < MOST_PIECES; ++i)
+            if (i < PIECES_AT_ONCE) own[i] = sum_chunk(a, rec, first + i);
+    const u32 rows = SENDER_REDUCES ? 1 : rec.num;
+    for (u32 n = 0; n < rows; ++n) {
+        if (!SENDER_REDUCES && LAYOUT != LAYOUT_RANK) y_chunks(a, rec.row[n], first, own);
+        UNROLL for (u32 i = 0; i < MOST_PIECES; ++i)
+            if (i < PIECES_AT_ONCE) send_piece(a, rec, n, first + i, own[i], epoch);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_send_lines(Args a)
 {
     wait_for_earlier_kernels();
@@ -48,23 +74,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_s
 
     DYNAMIC_SHARED(Returned, spaces);
     Returned& rec = spaces[warp_id()];
-    const u32 pieces = num_pieces(ROW_WORDS);
-    const u32 tasks = num_turns(records) * pieces;
+    const u32 units = num_units(ROW_WORDS);
+    const u32 tasks = num_turns(records) * units;
     for (u32 task = blockIdx.x * num_warps() + warp_id(); task < tasks;
          task += gridDim.x * num_warps()) {
-        const u32 j = record_in_turn(a, task / pieces, records), piece = task % pieces;
+        const u32 j = record_in_turn(a, task / units, records);
         if (j >= records) continue;
-        // In the rank layout row j belongs to record j: no need to ask its meta first.
-        Chunk own = zero_chunk();
-        if (LAYOUT == LAYOUT_RANK) own = y_chunk(a, j, piece);
-        load_returned(a, rec, j);
-        __syncwarp();
-        if (SENDER_REDUCES) own = sum_chunk(a, rec, piece);
-        const u32 rows = SENDER_REDUCES ? 1 : rec.num;
-        for (u32 n = 0; n < rows; ++n) {
-            if (!SENDER_REDUCES && LAYOUT != LAYOUT_RANK) own = y_chunk(a, rec.row[n], piece);
-            send_piece(a, rec, n, piece, own, epoch);
-        }
+        return_pieces(a, rec, j, task % units * (u32)PIECES_AT_ONCE, epoch);
         __syncwarp();  // nobody still reads this warp's space
     }
 }

@@ -1,6 +1,7 @@
-// dispatch_recv, with flags in the data. Warps share out the pieces (four lines) of all records.
+// dispatch_recv, with flags in the data. Warps share out the pieces (four lines) of all records, one or
+// two at a time.
 //
-// A warp polls its piece into registers and, unless it is the first, the record's first piece,
+// A warp polls its pieces into registers and, unless it has the first, the record's first piece,
 // whose meta says where the row goes. No barrier after the heads.
 //
 // Reads: own head, record.  Writes: own received rows, meta, row_of, epoch.
@@ -42,54 +43,105 @@ DEVICE void place_chunk(const Args& a, const RowPlan& plan, u32 c, Pair chunk)
                    __uint_as_float((u32)((i < 2 ? chunk.low : chunk.high) >> 32 * (i % 2))));
 }
 
-// Piece `number` of record j.
-DEVICE bool receive_piece(const Args& a, const Placement& s, WarpSpace& space, u32 j, u32 number,
-                          u64 epoch)
+DEVICE Piece piece_of(const Args& a, const Placement& s, u32 j, u32 group, u32 number)
 {
-    const u32 group = group_of(s, j);
-    Piece own, first;
-    own.lines = record_at(a.symmetric, a, group, j - s.group_start[group]);
-    own.number = number;
-    own.words = RECORD_WORDS;
-    own.who = from_group(PHASE_DISPATCH_RECV, group);
-    first = own;
-    first.number = 0;
-    const bool needs_meta = LAYOUT != LAYOUT_RANK || number == 0;
-    LineRead r = own.read(epoch), meta = needs_meta ? first.read(epoch) : r;
-#if DECODES
-    float scale;
-    if (!read_scale(a, own, epoch, &scale)) return false;  // beside the two reads under way
-#endif
-    if (!wait_piece(a, own, epoch, r)) return false;
-    const Pair chunk = to_chunks(r.v);
-    if (needs_meta) {
-        if (!wait_piece(a, first, epoch, meta)) return false;
+    Piece piece;
+    piece.lines = record_at(a.symmetric, a, group, j - s.group_start[group]);
+    piece.number = number;
+    piece.words = RECORD_WORDS;
+    piece.who = from_group(PHASE_DISPATCH_RECV, group);
+    return piece;
+}
+
+// Where record j goes, into space.plan. `meta`: a first reading of its first piece. False as in
+// wait_piece.
+DEVICE bool plan_rows(const Args& a, const Placement& s, WarpSpace& space, u32 j, u32 group, bool keep,
+                      LineRead meta, u64 epoch)
+{
+    if (LAYOUT != LAYOUT_RANK || keep) {
+        if (!wait_piece(a, piece_of(a, s, j, group, 0), epoch, meta)) return false;
         keep_chunks(space, to_chunks(meta.v));
-        plan_record(a, s, reinterpret_cast<const u32*>(space.head_piece), j, group, number == 0,
-                    space.plan);
+        plan_record(a, s, reinterpret_cast<const u32*>(space.head_piece), j, group, keep, space.plan);
     } else if (lane_id() == 0) {
         space.plan.num = 1;
         space.plan.rows[0] = j;
     }
     __syncwarp();
+    return true;
+}
+
+// One piece of which `r` is a first reading, to every row of the plan. False as in wait_piece.
+DEVICE bool receive_piece(const Args& a, const WarpSpace& space, const Piece& piece, LineRead r,
+                          u64 epoch)
+{
 #if DECODES
-    place_decoded(a, space.plan, number, chunk, scale);
+    float scale;
+    if (!read_scale(a, piece, epoch, &scale)) return false;  // beside the reads under way
+#endif
+    if (!wait_piece(a, piece, epoch, r)) return false;
+    const Pair chunk = to_chunks(r.v);
+#if DECODES
+    place_decoded(a, space.plan, piece.number, chunk, scale);
 #else
-    const u32 c = number * PIECE_CHUNKS + lane_id();
+    const u32 c = piece.number * PIECE_CHUNKS + lane_id();
     if (lane_id() < PIECE_CHUNKS && c < RECORD_WORDS / 2) place_chunk(a, space.plan, c, chunk);
 #endif
+    return true;
+}
+
+// Pieces begin, begin + 1 ... of record j.
+DEVICE bool receive_unit(const Args& a, const Placement& s, WarpSpace& space, u32 j, u32 begin,
+                         u64 epoch)
+{
+    const u32 group = group_of(s, j);
+    LineRead reads[MOST_PIECES];
+    UNROLL for (u32 i = 0; i < MOST_PIECES; ++i)
+        if (i < PIECES_AT_ONCE) reads[i] = piece_of(a, s, j, group, begin + i).read(epoch);
+    LineRead meta = reads[0];
+    if (LAYOUT != LAYOUT_RANK && begin > 0) meta = piece_of(a, s, j, group, 0).read(epoch);
+    if (!plan_rows(a, s, space, j, group, begin == 0, meta, epoch)) return false;
+    UNROLL for (u32 i = 0; i < MOST_PIECES; ++i)
+        if (i < PIECES_AT_ONCE && begin + i < num_pieces(RECORD_WORDS))
+            if (!receive_piece(a, space, piece_of(a, s, j, group, begin + i), reads[i], epoch))
+                return false;
     __syncwarp();  // nobody still reads this warp's space
     return true;
 }
 
-DEVICE void receive_pieces(const Args& a, const Placement& s, WarpSpace& space, u64 epoch)
+// In which order records come. A source's blocks send a share of its tokens each, all at a time: first
+// come the first records of all shares, then the second ones (token_share). Groups in turn, our own
+// first; equal parts of the records stand for them, which are about equal. Any order gives the same.
+struct Arrivals {
+    u32 records, part, senders, each;
+
+    DEVICE explicit Arrivals(u32 total) : records(total)
+    {
+        part = (records + (u32)NUM_GROUPS - 1) / (u32)NUM_GROUPS;
+        senders = min(part, num_row_blocks());  // as many as here
+        each = senders ? (part + senders - 1) / senders : 0;
+    }
+
+    DEVICE u32 num() const { return (u32)NUM_GROUPS * senders * each; }
+
+    // Record number n < num(); at or past `records` there is none.
+    DEVICE u32 record(const Args& a, u32 n) const
+    {
+        const u32 group = (n + (u32)(a.rank / REPLICAS)) % (u32)NUM_GROUPS, i = n / (u32)NUM_GROUPS;
+        const u32 within = i % senders * each + i / senders;
+        return within < part ? group * part + within : records;
+    }
+};
+
+DEVICE void receive_units(const Args& a, const Placement& s, WarpSpace& space, u64 epoch)
 {
-    const u32 pieces = num_pieces(RECORD_WORDS);
-    const u32 records = s.group_start[NUM_GROUPS];
-    const u32 own = s.group_start[a.rank / REPLICAS];  // our own records are there first
-    for (u32 task = row_block() * num_warps() + warp_id(); task < records * pieces;
-         task += num_row_blocks() * num_warps())
-        if (!receive_piece(a, s, space, (own + task / pieces) % records, task % pieces, epoch)) return;
+    const u32 units = num_units(RECORD_WORDS);
+    const Arrivals arrivals(s.group_start[NUM_GROUPS]);
+    for (u32 task = row_block() * num_warps() + warp_id(); task < arrivals.num() * units;
+         task += num_row_blocks() * num_warps()) {
+        const u32 j = arrivals.record(a, task / units);
+        if (j >= arrivals.records) continue;
+        if (!receive_unit(a, s, space, j, task % units * (u32)PIECES_AT_ONCE, epoch)) return;
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_recv_lines(Args a)
@@ -99,6 +151,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_
     if (!begin_recv(a, &epoch)) return;
     DYNAMIC_SHARED(WarpSpace, spaces);
     const Placement s = placement_at(a, reinterpret_cast<u32*>(spaces + num_warps()));
-    if (place_rows(a, s, epoch)) receive_pieces(a, s, spaces[warp_id()], epoch);
+    if (place_rows(a, s, epoch)) receive_units(a, s, spaces[warp_id()], epoch);
     wait_for_earlier_kernels();  // whoever waits for this kernel also waits for dispatch_send
 }

@@ -27,6 +27,14 @@ DEVICE u64 lane_address(u64 lines, u32 piece)
 
 DEVICE u32 num_pieces(u32 words) { return (words + WARP_WORDS - 1) / WARP_WORDS; }
 
+// What a warp takes at a time: PIECES_AT_ONCE neighbouring pieces of one image, so that in large batches
+// more loads are under way. What it does with pieces past the end comes to nothing (lane_live).
+#define MOST_PIECES 2u  // PIECES_AT_ONCE at most
+DEVICE u32 num_units(u32 words)
+{
+    return (num_pieces(words) + (u32)PIECES_AT_ONCE - 1) / (u32)PIECES_AT_ONCE;
+}
+
 // Whether the lane's line exists: an image of `words` may end before the piece does.
 DEVICE bool lane_live(u32 piece, u32 words)
 {

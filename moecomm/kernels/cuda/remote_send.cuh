@@ -163,12 +163,12 @@ DEVICE void tell_mover(const Args& a, const RemoteCounts& c, bool last, bool* to
     if (last && lane_id() == 0) part_done(a, DOOR_RECORDS, num_row_blocks(), epoch);
 }
 
-// One warp. Whole records are moved: what is left of the last 16 bytes behind the scales is defined,
+// One team. Whole records are moved: what is left of the last 16 bytes behind the scales is defined,
 // too.
 DEVICE void clear_tails(const Plan& plan)
 {
     const u32 words = (RECORD_BYTES - RECORD_SCALE_OFF) / 4 - NUM_SCALES;
-    for (u32 i = lane_id(); i < plan.num_dest * words; i += WARP_SIZE)
+    for (u32 i = team_thread(); i < plan.num_dest * words; i += team_threads())
         st(reinterpret_cast<u32*>(plan.record[i / words] + RECORD_SCALE_OFF) + NUM_SCALES + i % words,
            0u);
 }

@@ -14,7 +14,7 @@ from moecomm.cache import default_cache, key_of
 from moecomm.errors import CompileError
 from moecomm.kernels import choice, source
 from moecomm.kernels.args import ARG_FIELDS
-from moecomm.kernels.geometry import Block, Machine
+from moecomm.kernels.geometry import BY_BLOCKS, Block, Grain, Machine
 from moecomm.kernels.gpu import GpuKernels
 from moecomm.kernels.jit import Compiled, LinkInput, Toolchain, compile_source, numba_cuda
 from moecomm.kernels.numba_jit.lowered import Lowered, files, lower
@@ -44,6 +44,9 @@ class GpuPythonKernels(GpuKernels):
     def __init__(self, layout: Layout, index: int, sources: Sources) -> None:
         self._sources = sources
         super().__init__(layout, index)
+
+    def _cut(self) -> Grain:
+        return BY_BLOCKS
 
     def _machine(self, stage: str, multiprocessors: int) -> Machine:
         return Machine(BLOCK.per_sm * multiprocessors, BLOCK.threads)
