@@ -20,7 +20,7 @@ CFG = mc.MoeConfig(
     num_experts=7, top_k=3, hidden=592, max_tokens=15, layout="grouped", in_flight=1, timeout_s=1.0
 )
 STEPS = 3
-SETTINGS = ["busy", "divided", "sender", "sparse", "replicas", "uncombined", "codec"]
+SETTINGS = ["busy", "blocks", "divided", "sender", "sparse", "replicas", "uncombined", "codec"]
 
 
 def cases(wire: Any, setting: str) -> list[Case]:
@@ -31,6 +31,9 @@ def cases(wire: Any, setting: str) -> list[Case]:
     if setting == "codec":  # a row's scale is sent long after its beginning
         cfg = dataclasses.replace(cfg, hidden=2000, codec=Int8PerToken, decode_to="bfloat16")
         return [make_case(cfg, 2, step, tokens=[3, 2], input_dtype="float32") for step in range(2)]
+    if setting == "blocks":  # so few records that a block moves each
+        cfg = dataclasses.replace(cfg, max_tokens=5)
+        return [make_case(cfg, 3, step, tokens=[5, 2, 3]) for step in range(STEPS)]
     if setting == "replicas":  # of each pair, one replica has nothing to send
         cfg = dataclasses.replace(cfg, replicas=2)
         return [make_case(cfg, 4, step, tokens=[1, 1]) for step in range(STEPS)]

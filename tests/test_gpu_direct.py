@@ -39,6 +39,9 @@ CASES: dict[str, tuple[mc.MoeConfig, int, str | None]] = {
     "fp8-from-bf16-2": (mc.MoeConfig(**FP8), 2, "bfloat16"),
     "fp8-from-fp16-2": (mc.MoeConfig(**FP8, layout="rank"), 2, "float16"),
     "fp8-from-fp32-pow2-2": (mc.MoeConfig(**FP8, scale_pow2=True), 2, "float32"),
+    # Enough blocks for one a row (flags); so few that a warp takes two pieces at a time (lines).
+    "many-blocks-2": (mc.MoeConfig(**{**BASE, "num_sms": 64}, layout="rank"), 2, None),
+    "few-blocks-3": (mc.MoeConfig(**{**BASE, "hidden": 2048, "num_sms": 8}), 3, None),
     "fp32-odd-3": (
         mc.MoeConfig(
             num_sms=16,

@@ -35,6 +35,9 @@ CONFIGS: Configs = [
     (mc.MoeConfig(**FP8, layout="grouped"), "bfloat16"),
     (mc.MoeConfig(**FP8, layout="rank"), None),
     (mc.MoeConfig(**{**FP8, "hidden": 7168, "max_tokens": 32}, wire="flags"), "bfloat16"),
+    # Enough blocks for one a row (flags); so few that a warp takes two pieces at a time (lines).
+    (mc.MoeConfig(**{**BASE, "num_sms": 64}, wire="flags"), None),
+    (mc.MoeConfig(**{**BASE, "hidden": 2048, "num_sms": 8}), None),
 ]
 BOTH_WIRES: Configs = [(mc.MoeConfig(**BASE, wire=wire), None) for wire in ("lines", "flags")]
 SHORT = mc.MoeConfig(**BASE, timeout_s=1.0)

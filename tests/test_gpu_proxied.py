@@ -30,6 +30,7 @@ CONFIGS: list[tuple[mc.MoeConfig, str | None]] = [
     (mc.MoeConfig(**FP8, layout="grouped"), "bfloat16"),
     (mc.MoeConfig(**FP8, layout="rank"), None),
     (mc.MoeConfig(**{**FP8, "hidden": 7168, "max_tokens": 128}), "bfloat16"),
+    (mc.MoeConfig(**{**BASE, "num_sms": 64}), None),  # a block a row
 ]
 SHORT = mc.MoeConfig(**{**BASE, "timeout_s": 2.0})
 NODES = [pytest.param((2, 1), id="2-nodes"), pytest.param((4, 2), id="2-nodes-of-2")]

@@ -21,18 +21,18 @@ MUTATIONS = {
     ),
     "record-flag-not-released": Mutation(
         "dispatch_send.cu",
-        "st_release_sys(plan.flag[lane_id()], epoch)",
-        "st_relaxed_sys(plan.flag[lane_id()], epoch)",
+        "st_release_sys(plan.flag[d], epoch)",
+        "st_relaxed_sys(plan.flag[d], epoch)",
     ),
     "flag-before-its-data": Mutation(
         "dispatch_send.cu",
-        "make_row(a, t, 0, 1, records);\n",
-        "if (lane_id() < plan.num_dest) st_release_sys(plan.flag[lane_id()], epoch);\n"
-        "    make_row(a, t, 0, 1, records);\n",
+        "    make_row(a, t, BLOCK_PER_ROW",
+        "    if (lane_id() < plan.num_dest) st_release_sys(plan.flag[lane_id()], epoch);\n"
+        "    make_row(a, t, BLOCK_PER_ROW",
     ),
     "no-barrier-before-the-record-flag": Mutation(
         "dispatch_send.cu",
-        "__syncwarp();  // every lane's part of the records comes before their flags",
+        "team_sync();  // every thread's part of the records comes before their flags",
         "",
     ),
     "no-barrier-after-the-plan": Mutation(
@@ -42,7 +42,7 @@ MUTATIONS = {
     ),
     "counters-changed-while-others-read-them": Mutation(
         "dispatch_send.cu",
-        "__syncthreads();  // nobody still reads counters or others' plans",
+        "__syncthreads();  // all are placed: nobody still reads counters or others' plans",
         "",
     ),
     "chunk-published-before-its-numbers": Mutation(
@@ -102,7 +102,7 @@ MUTATIONS = {
     ),
     "rows-placed-without-a-barrier": Mutation(
         "dispatch_recv.cu",
-        "group, true, plan);\n    __syncwarp();",
+        "group, true, plan);\n    team_sync();",
         "group, true, plan);",
     ),
     "one-block-copies-before-the-heads": Mutation(
@@ -113,7 +113,7 @@ MUTATIONS = {
     ),
     "no-barrier-before-the-combine-flag": Mutation(
         "combine_send.cu",
-        "__syncwarp();  // every lane's part of a row comes before its flag",
+        "team_sync();  // every thread's part of a row comes before its flag",
         "",
         setting="sender",
     ),
@@ -128,10 +128,40 @@ MUTATIONS = {
         "u32 missing = __ballot_sync(FULL_WARP, lane_id() + 1 < owed.num);",
     ),
     "flag-acquired-by-one-lane-only": Mutation(
-        "combine_recv.cu", "__syncwarp();  // what one lane acquired holds for all", ""
+        "team.cuh", "__syncwarp();  // a vote orders no memory", ""
     ),
     "token-overwritten-while-it-is-read": Mutation(
-        "combine_recv.cu", "__syncwarp();  // nobody still reads this warp's space", ""
+        "combine_recv.cu", "team_sync();  // nobody still reads this team's space", ""
+    ),
+    "record-made-before-its-place-is-known": Mutation(
+        "dispatch_send.cu",
+        "__syncthreads();  // all are placed: nobody still reads counters or others' plans",
+        "",
+        setting="blocks",
+    ),
+    "plan-overwritten-while-others-send": Mutation(
+        "dispatch_send.cu",
+        "if (REMOTE || (more && BLOCK_PER_ROW)) __syncthreads();",
+        "if (REMOTE) __syncthreads();",
+        setting="blocks",
+    ),
+    "record-flag-awaited-by-one-warp-only": Mutation(
+        "dispatch_recv.cu",
+        "if (!team_all(ok)) return;  // a barrier",
+        "if (!ok) return;",
+        setting="blocks",
+    ),
+    "rows-returned-before-it-is-known-which": Mutation(
+        "combine_send.cu",
+        "if (leads_team()) load_returned(a, rec, j);\n    team_sync();",
+        "if (leads_team()) load_returned(a, rec, j);",
+        setting="blocks",
+    ),
+    "combine-flags-awaited-by-one-warp-only": Mutation(
+        "combine_recv.cu",
+        "if (!team_all(ok)) return;",
+        "if (!ok) return;",
+        setting="blocks",
     ),
     "lines-sent-before-the-image-is-made": Mutation(
         "dispatch_send_lines.cu",

@@ -4,6 +4,7 @@
 #include "codec.cuh"
 #include "line.cuh"
 #include "placement.cuh"
+#include "team.cuh"
 
 typedef Row<WIRE_DTYPE> WireRow;  // only the size of its elements counts
 typedef Row<RECV_DTYPE> RecvRow;

@@ -7,17 +7,16 @@
 // Reads: own combine_row, combine_flag, route, num_dest, weight.  Writes: out.
 // Order: acquire of a row's flag, the team's barrier, its bytes.
 #include "owed.cuh"
+#include "team.cuh"
 
-// One warp.
+// One warp. A barrier must follow: each row was acquired by one lane.
 DEVICE bool rows_arrived(const Args& a, const Owed& owed, u32 t, u64 epoch)
 {
     const u32 n = min(lane_id(), owed.num ? owed.num - 1 : 0);
     u32 missing = __ballot_sync(FULL_WARP, lane_id() < owed.num);
     if (REMOTE) {
         const bool ok = lane_id() >= owed.num || owed_arrived(a, owed, t, n, epoch);
-        const bool all = __all_sync(FULL_WARP, ok);
-        __syncwarp();  // each lane's acquire holds for all
-        return all;
+        return __all_sync(FULL_WARP, ok);
     }
     const u64* flag = combine_flag(a.symmetric, a, t, owed.num ? owed.place[n] : 0);
     const Awaited who = from_rank(PHASE_COMBINE_RECV, owed.num ? owed.peer[n] : 0);
@@ -26,7 +25,6 @@ DEVICE bool rows_arrived(const Args& a, const Owed& owed, u32 t, u64 epoch)
         if (!come) return false;
         missing &= ~come;
     }
-    __syncwarp();  // what one lane acquired holds for all
     return true;
 }
 

@@ -8,6 +8,7 @@
 // Reads: y; own meta, row_of.  Writes: peers' combine_row, combine_flag, ack.
 // Order: a row's bytes, the team's barrier, release of its flag.
 #include "returned.cuh"
+#include "team.cuh"
 
 DEVICE u64 dest_row(const Args& a, const Returned& rec, u32 replica, u32 i)
 {

@@ -9,6 +9,7 @@
 // Order: acquire of a record's flag, the team's barrier, its bytes.
 #include "codec_recv.cuh"
 #include "placement.cuh"
+#include "team.cuh"
 
 DEVICE void copy_record(const Args& a, const RowPlan& plan, u64 record)
 {

@@ -13,6 +13,7 @@
 // Order: a record's bytes, the team's barrier, release of its flag. Heads carry their epoch in the
 // word; the first is released, since it also says that older combine rows have been read.
 #include "routing.cuh"
+#include "team.cuh"
 #include "wire_row.cuh"
 
 // Straight to every destination.

@@ -1,6 +1,7 @@
 // dispatch_send for remote peers: which record goes where in the staging area, heads, doors.
 #pragma once
 #include "remote_wait.cuh"
+#include "team.cuh"
 // Behind routing.cuh's own beginning, which includes this file.
 
 #define REMOTE_COUNTS_AT_ONCE 8u  // routing rows that a warp loads before it counts any
