@@ -102,8 +102,8 @@ MUTATIONS = {
     ),
     "rows-placed-without-a-barrier": Mutation(
         "dispatch_recv.cu",
-        "group, true, plan);\n    team_sync();",
-        "group, true, plan);",
+        "__syncwarp();  // the plan is made",
+        "",
     ),
     "one-block-copies-before-the-heads": Mutation(
         "placement.cuh", "if (!heads_arrived(a, s, epoch)) return false;", ""
@@ -145,9 +145,9 @@ MUTATIONS = {
         "if (REMOTE) __syncthreads();",
         setting="blocks",
     ),
-    "record-flag-awaited-by-one-warp-only": Mutation(
+    "record-awaited-and-planned-by-one-warp-only": Mutation(
         "dispatch_recv.cu",
-        "if (!team_all(ok)) return;  // a barrier",
+        "if (!team_all(ok)) return;  // a barrier, too: the plan is made",
         "if (!ok) return;",
         setting="blocks",
     ),

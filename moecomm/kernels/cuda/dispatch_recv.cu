@@ -34,12 +34,14 @@ DEVICE void copy_record(const Args& a, const RowPlan& plan, u64 record)
     }
 }
 
-DEVICE void receive_record(const Args& a, const Placement& s, RowPlan& plan, u32 j, u32 group,
-                           u64 record)
+DEVICE void plan_rows(const Args& a, const Placement& s, u32 j, u32 group, u64 record, RowPlan& plan)
 {
-    if (leads_team())
-        plan_record(a, s, reinterpret_cast<const u32*>(record), j, group, true, plan);
-    team_sync();
+    plan_record(a, s, reinterpret_cast<const u32*>(record), j, group, true, plan);
+}
+
+// One team, behind a barrier that makes the plan whole.
+DEVICE void place_record(const Args& a, const RowPlan& plan, u64 record)
+{
 #if DECODES
     decode_record(a, plan, record);
 #else
@@ -65,13 +67,31 @@ DEVICE void receive_records(const Args& a, const Placement& s, RowPlan& plan, u6
             missing &= ~come;
             __syncwarp();  // what one lane acquired holds for all
             for (; come; come &= come - 1) {
-                const u32 lane = (u32)__ffs(come) - 1, record = begin + lane * stride;
+                const u32 lane = (u32)__ffs(come) - 1, number = begin + lane * stride;
                 const u32 from = __shfl_sync(FULL_WARP, group, lane);
-                receive_record(a, s, plan, record, from,
-                               record_at(a.symmetric, a, from, record - s.group_start[from]));
+                const u64 record = record_at(a.symmetric, a, from, number - s.group_start[from]);
+                plan_rows(a, s, number, from, record, plan);
+                __syncwarp();  // the plan is made
+                place_record(a, plan, record);
             }
         }
     }
+}
+
+// One warp: record i of `source`, a rank or, without remote peers, a group, has arrived. False as in
+// wait_for.
+DEVICE bool record_arrived(const Args& a, u32 source, u32 i, u64 epoch)
+{
+    const Awaited who = REMOTE ? from_rank(PHASE_DISPATCH_RECV, source)
+                               : from_group(PHASE_DISPATCH_RECV, source);
+    bool ok = true;
+    if (lane_id() == 0)
+        ok = is_remote(a, source)
+                 ? wait_arrived(a, source, record_channel(i), epoch, epoch, PHASE_DISPATCH_RECV)
+                 : wait_flag(a, record_flag(a.symmetric, a, source, i), epoch, who);
+    ok = __all_sync(FULL_WARP, ok);
+    __syncwarp();  // what lane 0 acquired holds for all
+    return ok;
 }
 
 // Where some peers are remote, or teams are blocks: one record after the other.
@@ -82,17 +102,15 @@ DEVICE void receive_in_order(const Args& a, const Placement& s, RowPlan& plan, u
          j += num_row_blocks() * num_teams()) {
         const u32 source = source_of(s, j);  // a rank or, without remote peers, a group
         const u32 i = j - (REMOTE ? s.source_start : s.group_start)[source];
-        const bool remote = is_remote(a, source);
+        const u64 record = is_remote(a, source) ? landed_record(a, source, i)
+                                                : record_at(a.symmetric, a, source, i);
         bool ok = true;
-        if (team_thread() == 0 && remote)
-            ok = wait_arrived(a, source, record_channel(i), epoch, epoch, PHASE_DISPATCH_RECV);
-        else if (team_thread() == 0)
-            ok = wait_flag(a, record_flag(a.symmetric, a, source, i), epoch,
-                           REMOTE ? from_rank(PHASE_DISPATCH_RECV, source)
-                                  : from_group(PHASE_DISPATCH_RECV, source));
-        if (!team_all(ok)) return;  // a barrier: what that thread acquired holds for all
-        receive_record(a, s, plan, j, REMOTE ? source / (u32)REPLICAS : source,
-                       remote ? landed_record(a, source, i) : record_at(a.symmetric, a, source, i));
+        if (leads_team()) {
+            ok = record_arrived(a, source, i, epoch);
+            if (ok) plan_rows(a, s, j, REMOTE ? source / (u32)REPLICAS : source, record, plan);
+        }
+        if (!team_all(ok)) return;  // a barrier, too: the plan is made
+        place_record(a, plan, record);
     }
 }
 
