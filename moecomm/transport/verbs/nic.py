@@ -69,15 +69,12 @@ class VerbsNic:
             stack.callback(self._device.close)
             self._domain = ProtectionDomain(self._device)
             stack.callback(self._domain.close)
-            self._open(stack, depths(sizing, self._device.limits, self.device), bootstrap)
+            self._open_queues(stack, depths(sizing, self._device.limits, self.device))
+            self._open_peers(stack, bootstrap)
             self._resources = stack.pop_all()
 
-    def _open(
-        self,
-        stack: contextlib.ExitStack,
-        room: Depths,
-        bootstrap: Callable[[], Bootstrap] | None,
-    ) -> None:
+    def _open_queues(self, stack: contextlib.ExitStack, room: Depths) -> None:
+        """Everything that the loop polls and posts to, but for the peers."""
         sizing, domain = self._sizing, self._domain
         self._room = room
         self.limits = Limits(room.posts, room.send, self._device.max_message)
@@ -100,6 +97,12 @@ class VerbsNic:
         )
         self.hooks = Hooks(hooks.post, hooks.poll, self._state.address)
         self._post_receives()
+
+    def _open_peers(
+        self, stack: contextlib.ExitStack, bootstrap: Callable[[], Bootstrap] | None
+    ) -> None:
+        """The way to learn of peers, and what they need to know of this end."""
+        sizing, domain = self._sizing, self._domain
         qp_num = key = 0
         self._bootstrap: Bootstrap
         if bootstrap is None:
@@ -109,7 +112,7 @@ class VerbsNic:
         else:
             self._bootstrap = bootstrap()
         stack.callback(self._bootstrap.close)
-        queues = Queues(domain, self._completions, self._writes, self._messages, room.send)
+        queues = Queues(domain, self._completions, self._writes, self._messages, self._room.send)
         self._peers = Peers(
             queues, sizing.num_peers, self._parameters, self._nonce, self._state.set_peer
         )
