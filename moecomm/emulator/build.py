@@ -34,8 +34,9 @@ FLAGS: Final = (
 PROGRAM_FLAGS: Final = (*FLAGS, "-fno-exceptions", "-fno-rtti")
 PLAIN_FLAGS: Final = ("-DMOECOMM_EMULATOR_CHECKS=0",)
 # The compiler reports every memory access to functions of device_hooks.hpp. Only the compiling
-# step is told: the linking step would add a sanitizer library. -g1: lines, for reports.
-CHECKED_FLAGS: Final = ("-DMOECOMM_EMULATOR_CHECKS=1", "-fsanitize=thread", "-g1")
+# step is told: the linking step would add a sanitizer library. -g1: lines, for reports. -O1: these
+# functions are most of a run, which is as fast as with -O2, and compiling takes a quarter less.
+CHECKED_FLAGS: Final = ("-DMOECOMM_EMULATOR_CHECKS=1", "-fsanitize=thread", "-g1", "-O1")
 # An emulated thread has 64 KiB of stack, or more. The compilers spell this differently; and clang
 # instruments atomic operations even where it is told not to instrument.
 GCC_FLAGS: Final = ("-Werror=frame-larger-than=49152",)
