@@ -11,11 +11,14 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import sys
+import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 from hypothesis import HealthCheck, settings
 from vm import plugin as guest
@@ -134,3 +137,16 @@ def poisoned() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOECOMM_POISON", "1")
         yield
+
+
+@pytest.fixture
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The test ends with no process, thread or descriptor more than before."""
+    mark = processes.new_mark()
+    monkeypatch.setenv(processes.VARIABLE, mark)
+    threads, descriptors = threading.active_count(), processes.descriptors()
+    yield
+    if sys.platform == "linux":
+        assert processes.wait_until_gone(mark) == []
+    assert threading.active_count() == threads
+    assert processes.descriptors() == descriptors

@@ -1,4 +1,4 @@
-"""What ranks do in ``test_group.py``, without the tests' imports."""
+"""What ranks do in the tests of ``Group``, without the tests' imports."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -37,3 +38,8 @@ def wait_until_gone(mark: str, timeout_s: float = 5.0) -> list[int]:
     while (left := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
+
+
+def descriptors() -> int:
+    """How many this process has open; 0 where that cannot be told."""
+    return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
