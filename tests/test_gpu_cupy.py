@@ -79,13 +79,14 @@ def _exchange(group: mc.Group, case: Case, wrapper: str) -> None:
     # Each thread's own stream: halves must follow CuPy's current one, or ranks block each other.
     with mc.MoeComm(case.cfg, group) as comm, cupy.cuda.Stream(non_blocking=True) as stream:
         x, idx, weights = (_there(a[rank]) for a in (case.xs, case.idxs, case.weights))
+        y = _there(case.ys[rank])
         scale = None if case.x_scales is None else _there(case.x_scales[rank])
         for _ in range(5):
             handle = comm.dispatch_send(
                 wrap(x), wrap(idx), None, None if scale is None else wrap(scale)
             )
             recv = comm.dispatch_recv(handle)
-            comm.combine_send(wrap(_there(case.ys[rank])), handle)
+            comm.combine_send(wrap(y), handle)
             out = comm.combine_recv(handle, wrap(weights))
             stream.synchronize()
             comm.check()
@@ -95,7 +96,9 @@ def _exchange(group: mc.Group, case: Case, wrapper: str) -> None:
             assert_same_bits(_here(recv.x)[used], _words(case.recv[rank].x[used]), "x")
             assert_same_bits(_here(recv.counts), _words(case.recv[rank].counts), "counts")
             assert_same_bits(_here(out), _words(case.outs[rank]), "out")
-        group.barrier(30)
+            # Copies now and then wait for the whole GPU, so for the other rank's kernels: they must
+            # not wait for ours yet. (Ranks that are processes do not know this.)
+            group.barrier(30)
 
 
 def _there(array: np.ndarray[Any, Any]) -> Any:
