@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 from codec_examples import Int8PerToken, Steps16, Truncated
+from cubins import REGISTERS_PER_SM, check_cubin
 
 import moecomm as mc
 from moecomm import dtypes
 from moecomm.kernels import coding
 from moecomm.kernels.codec_check import compile_check
 from moecomm.kernels.geometry import gpu_block
-from moecomm.kernels.jit import DEFAULT_ARCHS, Compiled, compile_kernel, disassemble, elf
+from moecomm.kernels.jit import DEFAULT_ARCHS, Compiled, compile_kernel, disassemble
 from moecomm.kernels.stages import gpu_defines, kernel_name
 from moecomm.layout import Layout
 
-REGISTERS_PER_SM = 65536
 BASE: dict[str, Any] = {"num_experts": 256, "top_k": 8, "hidden": 7168, "max_tokens": 128}
 STAGES = ("dispatch_send", "dispatch_recv")
 # What a division calls for numbers that are not normal: the compiler's own, in every kernel that
@@ -48,15 +48,8 @@ def calls(compiled: Compiled) -> list[str]:
 )
 def test_int8_is_inlined(wire: str, stage: str, arch: str) -> None:
     compiled, layout = build(Int8PerToken, wire, stage, arch)
-    needs = compiled.resources[kernel_name(layout, stage)]
-    assert not needs.spills
-    assert needs.stack_bytes == 0
-    block = gpu_block(layout)
-    assert needs.registers * block.threads * block.per_sm <= REGISTERS_PER_SM
-    code = compiled.path.read_bytes()
-    sections = [name for name in elf.section_sizes(code) if name.startswith(".text.")]
-    assert sections == [f".text.{kernel_name(layout, stage)}"]
-    assert b"moe_codec" not in code
+    check_cubin(compiled, kernel_name(layout, stage), gpu_block(layout))
+    assert b"moe_codec" not in compiled.path.read_bytes()
     others = [line for line in calls(compiled) if not DIVISION.search(line)]
     assert [line for line in others if arch != "sm_80" or not BRANCH.search(line)] == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from cubins import check_registers
 
 import moecomm as mc
 from moecomm.errors import CompileError
@@ -19,7 +20,6 @@ LAYOUT = mc.Layout(CFG, 16, 0, Remote(mode="nvshmem", chunk=2))
 SENDING = ("dispatch_send", "combine_send")  # an sm_100 link takes seconds
 CASES = [("sm_90", stage) for stage in STAGES]
 CASES += [(arch, stage) for arch in ("sm_80", "sm_100") for stage in SENDING]
-REGISTERS_PER_SM = 65536
 
 
 @pytest.mark.parametrize(("arch", "stage"), CASES)
@@ -29,9 +29,7 @@ def test_kernel(arch: str, stage: str) -> None:
     name = kernel_name(LAYOUT, stage)
     compiled = compile_kernel(f"{name}.cu", defines, arch, link=copy.link)
     assert compiled.kernels == (name,)
-    block = gpu_block(LAYOUT)
-    needs = compiled.resources[name]
-    assert needs.registers * block.threads * block.per_sm <= REGISTERS_PER_SM
+    check_registers(compiled, name, gpu_block(LAYOUT))
     # What NVSHMEM's host library looks up and fills in.
     code = compiled.path.read_bytes()
     assert elf.symbol_bytes(code, "nvshmemi_device_state_d") is not None

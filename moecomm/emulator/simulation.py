@@ -16,7 +16,7 @@ dispatch + combine of one simulation, CPU seconds      no checks    checks
 A thread switch costs 25-30 ns, so ``__syncthreads`` of 64 threads 1.6-1.8 us and a warp collective
 1.0 us. Without checks, ``ld_v4`` + ``st_v4`` of 16 bytes run at 70 M/s, plain copies at 100 M/s.
 Checks take about 40 bytes of memory for each 4 bytes that are touched, and per granule and access
-20-40 ns; a kernel's first launch with them is compiled apart (about 1.5 times as long).
+20-40 ns; a kernel's first launch with them is compiled apart (about as long again).
 """
 
 from __future__ import annotations
