@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import dis
 import re
+import sys
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
@@ -178,3 +183,65 @@ def test_what_kernels_in_python_do_not_serve() -> None:
     group = mc.Group(0, 1, LocalStore())
     with pytest.raises(mc.ConfigError, match=r"these peers are remote \(transport='nvshmem'\)"):
         open_runtime(remote, group, "nvshmem", "cpu", read())
+
+
+# ---- a call stays one call ---------------------------------------------------------------------
+# Python 3.12 and later copy the short ends of these to where a jump leads to them.
+COPIED = {
+    "behind-a-branch": """def warp_sum(value: int) -> int:
+    if value > 3:
+        value = 1
+    else:
+        value = 2
+    return sync_block()
+""",
+    "of-a-choice": """def warp_sum(value: int) -> int:
+    return match(1 if value > 3 else lane_id())
+""",
+    "behind-a-loop": """def warp_sum(value: int) -> int:
+    ok = 1
+    for i in range(value):
+        if i > 7:
+            ok = 0
+            break
+    return all_threads(ok)
+""",
+}
+
+
+def calls(function: FunctionType) -> int:
+    """Instructions that call something, the one that asks for a loop's range aside."""
+    steps = list(dis.get_instructions(function))
+    ranges = sum(step.opname == "GET_ITER" for step in steps)
+    return sum(step.opname == "CALL" for step in steps) - ranges
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_python_makes_one_call_of_a_call(name: str, tmp_path: Path) -> None:
+    text = COPIED[name]
+    names: dict[str, FunctionType] = {}
+    exec(text, names)
+    wanted = len(re.findall(r"\w+\(", text)) - 1 - text.count("range(")
+    if sys.version_info >= (3, 12):  # what this is about
+        assert calls(names["warp_sum"]) > wanted or name == "behind-a-loop"
+    (tmp_path / "mine.py").write_text(text)
+    (part,) = (p for p in lower(read(tmp_path / "mine.py"), *STAGES) if p.name == "warp_sum")
+    assert calls(part.bind(lambda symbol, num: abs, "mine.py")) == wanted
+
+
+def test_kernels_call_once_what_they_call_once() -> None:
+    for part in lower(read(), *STAGES):
+        part.bind(lambda symbol, num: abs, "kernels")  # raises if Python has copied a call
+
+
+def test_a_call_that_python_has_copied_is_an_error() -> None:
+    (part,) = (p for p in lower(read(), *STAGES) if p.name == "warp_sum")
+    node = ast.parse("def warp_sum(value):\n    abs(value)\n    return abs(value)\n").body[0]
+    assert isinstance(node, ast.FunctionDef)
+    first, last = (s.value for s in node.body if isinstance(s, ast.Expr | ast.Return))
+    assert first is not None
+    assert last is not None
+    ast.copy_location(last, first)  # as a copy has it
+    copied = dataclasses.replace(part, node=node)
+    with pytest.raises(mc.CompileError, match=r"warp_sum, line 2: Python has copied a call to 2"):
+        copied.bind(lambda symbol, num: abs, "mine.py")

@@ -66,6 +66,7 @@ def device_function(
     arch: str,
     *,
     inline: bool = False,
+    convergent: bool = False,
 ) -> bytes:
     """Compile ``function`` to LTO-IR, as the ``extern "C" __device__`` function ``name``.
 
@@ -73,6 +74,8 @@ def device_function(
         signature: ``numba.types`` → signature, return type included.
         arch: such as "sm_90": code for this architecture and later ones.
         inline: into whatever calls it, however long it is.
+        convergent: what it calls may be a barrier, or ask other threads: the compiler must not call
+            it in other places than the function does. numba says nothing of the kind by itself.
 
     Raises:
         CompileError: numba refuses the function, or is missing.
@@ -81,7 +84,8 @@ def device_function(
     types = importlib.import_module("numba.types")
     options = {"output": "ltoir", "abi": "c", "abi_info": {"abi_name": name}, "device": True}
     options["forceinline"] = inline
-    with _LOCK, _device(capability(arch)):
+    marked = _calls_stay_together() if convergent else contextlib.nullcontext()
+    with _LOCK, _device(capability(arch)), marked:
         try:
             code, _ = cuda.compile(function, signature(types), cc=capability(arch), **options)
         except Exception as error:
@@ -107,6 +111,26 @@ def _device(cc: tuple[int, int]) -> Iterator[None]:
         yield
     finally:
         dispatcher.get_current_device = real
+
+
+@contextlib.contextmanager
+def _calls_stay_together() -> Iterator[None]:
+    """Give numba's functions, and those that they call, the attribute that CUDA C++'s have."""
+    library: Any = importlib.import_module("numba.cuda.codegen").CUDACodeLibrary
+    real = library.get_ltoir
+
+    def get_ltoir(self: Any, cc: Any = None) -> Any:
+        for module in self.modules:
+            for function in module.functions:
+                if not function.name.startswith("llvm."):  # LLVM knows its own
+                    function.attributes.add("convergent")
+        return real(self, cc)
+
+    library.get_ltoir = get_ltoir
+    try:
+        yield
+    finally:
+        library.get_ltoir = real
 
 
 class _Device:

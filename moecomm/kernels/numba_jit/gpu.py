@@ -24,7 +24,7 @@ from moecomm.kernels.stages import Variant
 from moecomm.kernels.stages import variants as all_variants
 from moecomm.layout import Layout
 
-FORMAT: Final = "1"  # of the LTO-IR files
+FORMAT: Final = "2"  # of the LTO-IR files
 ARCH: Final = "sm_80"  # LTO-IR for an older architecture links for a newer one
 # Integers of 64 bits need more registers than the CUDA C++ kernels' 64.
 BLOCK: Final = Block(threads=256, per_sm=3)
@@ -133,6 +133,8 @@ def compile_ltoir(lowered: Lowered) -> bytes:
     file = str(lowered.function.file)
     try:
         function = lowered.bind(external, file)
-        return numba_cuda.device_function(function, signature, lowered.symbol, ARCH, inline=True)
+        return numba_cuda.device_function(
+            function, signature, lowered.symbol, ARCH, inline=True, convergent=True
+        )
     except CompileError as error:
         raise CompileError(f"{file}: {error}", error.log) from error

@@ -2,27 +2,31 @@
 
 What changes on the way: the problem's numbers become calls of ``config(place)``; an ``Args``
 parameter becomes one parameter for each field that is needed, here or further down; every function
-returns an integer. So each is compiled once, whatever the problem, and again only when its own text
-changes; calls and numbers are resolved when the machine code is linked.
+returns an integer, and gives it a name first (see ``_Transform.visit_Return``). So each is compiled
+once, whatever the problem, and again only when its own text changes; calls and numbers are resolved
+when the machine code is linked.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
+import dis
 import functools
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Final
 
-from moecomm.errors import ConfigError
+from moecomm.errors import CompileError, ConfigError
 from moecomm.kernels.numba_jit.sources import BUILTINS, CONSTANTS, MACHINE, Function, Sources
 
 MACHINE_PREFIX: Final = "moe_"  # of shim.cuh's functions
 PYTHON_PREFIX: Final = "moe_py_"  # of functions from Python
+_RESULT: Final = "moe_result"
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +63,25 @@ class Lowered:
         tree = ast.fix_missing_locations(ast.Module([self.node], []))
         exec(compile(tree, file, "exec"), namespace)  # kernels are code
         built: FunctionType = namespace[self.name]
+        self._check_single_calls(built, tree)
         return built
+
+    def _check_single_calls(self, built: FunctionType, tree: ast.Module) -> None:
+        """Raise ``CompileError`` if Python has made one call two (see ``visit_Return``). In the
+        condition of a ``while`` it does, and may: threads that are together there stay so."""
+        loops = [node.test for node in ast.walk(tree) if isinstance(node, ast.While)]
+        repeated = {_position(call) for test in loops for call in ast.walk(test)}
+        calls = Counter(
+            tuple(step.positions or ())
+            for step in dis.get_instructions(built)
+            if step.opname.startswith("CALL")
+        )
+        for position, count in calls.items():
+            if count > 1 and position not in repeated:
+                raise CompileError(
+                    f"{self.name}, line {position[0]}: Python has copied a call to {count} places, "
+                    "so threads could miss each other there; put what follows into a variable first"
+                )
 
 
 @functools.lru_cache(maxsize=64)
@@ -120,6 +142,11 @@ def _parameters(sources: Sources, function: Function) -> list[str]:
     return names
 
 
+def _position(node: ast.AST) -> tuple[Any, ...]:
+    names = ("lineno", "end_lineno", "col_offset", "end_col_offset")
+    return tuple(getattr(node, name, None) for name in names)
+
+
 def _field(args: str, field: str) -> str:
     return f"{args}_{field}"
 
@@ -136,19 +163,24 @@ class _Transform(ast.NodeTransformer):
         names = _parameters(self._sources, self._function)
         node.args.args = [ast.copy_location(ast.arg(name), node) for name in names]
         node.returns = None
-        node.body = [self.visit(statement) for statement in node.body]
         if self._returns_nothing:
-            last = ast.copy_location(ast.Return(ast.Constant(0)), node.body[-1])
-            node.body.append(last)
-        return node
+            node.body.append(ast.copy_location(ast.Return(), node.body[-1]))
+        return self.generic_visit(node)
 
-    def visit_Return(self, node: ast.Return) -> ast.AST:
+    def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
+        """``result = value; return result + 0``. Python copies a block of up to four instructions
+        that ends in a return to wherever a jump leads there: so a barrier, which threads that jump
+        and those that do not must meet at, would be two. These are six, without what calls need.
+        (Python 3.12; an H200 waited for ever.)"""
         nothing = node.value is None
         if nothing != self._returns_nothing:
             rule = "returns nothing" if self._returns_nothing else "must return an integer"
             raise self._function.error(node, f"{self._function.name} {rule}, as it is annotated")
-        node.value = ast.Constant(0) if node.value is None else self.visit(node.value)
-        return node
+        value = ast.Constant(0) if node.value is None else self.visit(node.value)
+        keep = ast.Assign([ast.Name(_RESULT, ast.Store())], value)
+        more = ast.BinOp(ast.Name(_RESULT, ast.Load()), ast.Add(), ast.Constant(0))
+        back = ast.Return(more)
+        return [ast.copy_location(statement, node) for statement in (keep, back)]
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         args = self._function.args
