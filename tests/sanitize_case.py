@@ -31,7 +31,7 @@ BASE: dict[str, Any] = {
     "timeout_s": TIMEOUT_S,
 }  # fmt: skip
 FP8: dict[str, Any] = {**BASE, "dispatch_dtype": "float8_e4m3fn", "scale_block": 16}
-# Together: both wires, all layouts and reductions, a cast, a cap, replicas, rows of odd sizes.
+# Together: both wires and grains, all layouts and reductions, a cast, a cap, replicas, odd rows.
 CASES: dict[str, tuple[mc.MoeConfig, int, str | None]] = {
     "batched-lines": (mc.MoeConfig(**BASE, wire="lines"), 2, None),
     "batched-flags": (mc.MoeConfig(**BASE, wire="flags"), 2, None),
@@ -44,6 +44,10 @@ CASES: dict[str, tuple[mc.MoeConfig, int, str | None]] = {
         mc.MoeConfig(**FP8, layout="grouped", max_recv_tokens=64, wire="flags"), 2, "float32"
     ),
     "replicas-lines": (mc.MoeConfig(**BASE, replicas=2), 2, None),
+    "block-a-row-flags": (mc.MoeConfig(**{**BASE, "num_sms": 6}, wire="flags"), 2, None),
+    "two-pieces-a-warp-lines": (
+        mc.MoeConfig(**{**BASE, "hidden": 1440, "num_sms": 1}, layout="rank", wire="lines"), 2, None
+    ),
     "odd-flags": (
         mc.MoeConfig(**{**BASE, "hidden": 37}, dispatch_dtype="float32", combine_dtype="float32"),
         2, None,
