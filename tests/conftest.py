@@ -101,9 +101,13 @@ def _missing_for(item: pytest.Item) -> str:
     return ""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if _nic_missing() and not guest.missing():
         guest.replace_items(items)
+    if config.pluginmanager.hasplugin("xdist"):  # -n 2 --dist loadgroup
+        for item in items:
+            in_guest = isinstance(item, guest.GuestItem)
+            item.add_marker(pytest.mark.xdist_group("guest" if in_guest else item.path.name))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

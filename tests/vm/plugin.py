@@ -47,7 +47,7 @@ class GuestItem(pytest.Item):
 
     def runtest(self) -> None:
         guest = Guest.of(self.session)
-        result = guest.result(self.nodeid)
+        result = guest.result(test_name(self))
         self.add_report_section("call", "guest", f"{result.seconds:.2f} s in the guest")
         if result.outcome == "skipped":
             pytest.skip(result.text)
@@ -61,6 +61,11 @@ class GuestItem(pytest.Item):
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
         return self.path, None, self.name
+
+
+def test_name(item: pytest.Item) -> str:
+    """As pytest in the guest has it: without the group that pytest-xdist adds."""
+    return item.nodeid.removesuffix("@guest")
 
 
 class GuestFailure(Exception):
@@ -92,7 +97,7 @@ class Guest:
 
     def __init__(self, session: pytest.Session) -> None:
         self._root = session.config.rootpath
-        self._tests = [item.nodeid for item in session.items if isinstance(item, GuestItem)]
+        self._tests = [test_name(item) for item in session.items if isinstance(item, GuestItem)]
         self._results: dict[str, Result] | None = None
         self._results_so_far: dict[str, Result] = {}
         self._why_not = ""

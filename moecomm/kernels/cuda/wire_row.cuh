@@ -83,9 +83,9 @@ DEVICE Chunk wire_chunk(const Args& a, u32 t, u64 c, float* scale)
 
 // Chunks that a thread has under way; a cast holds 16 floats for each.
 #if INPUT_DTYPE == WIRE_DTYPE
-#define ROW_CHUNKS CHUNKS_AT_ONCE
+#define CHUNKS_IN_HAND CHUNKS_AT_ONCE
 #else
-#define ROW_CHUNKS 2u
+#define CHUNKS_IN_HAND 2u
 #endif
 
 // Makes token t's row and hands it out in pieces: row_chunk(c, chunk), row_scale(block, scale).
@@ -94,13 +94,13 @@ template <class Sink>
 DEVICE void make_row(const Args& a, u32 t, u32 worker, u32 workers, Sink& sink)
 {
     const u64 num = Row<WIRE_DTYPE>::num_chunks(), stride = workers * WARP_SIZE;
-    for (u64 base = worker * WARP_SIZE; base < num; base += ROW_CHUNKS * stride) {
-        Chunk chunks[ROW_CHUNKS];
-        float scales[ROW_CHUNKS];
-        UNROLL for (u32 n = 0; n < ROW_CHUNKS; ++n)
+    for (u64 base = worker * WARP_SIZE; base < num; base += CHUNKS_IN_HAND * stride) {
+        Chunk chunks[CHUNKS_IN_HAND];
+        float scales[CHUNKS_IN_HAND];
+        UNROLL for (u32 n = 0; n < CHUNKS_IN_HAND; ++n)
             if (base + n * stride < num)
                 chunks[n] = wire_chunk(a, t, base + n * stride + lane_id(), scales + n);
-        UNROLL for (u32 n = 0; n < ROW_CHUNKS; ++n) {
+        UNROLL for (u32 n = 0; n < CHUNKS_IN_HAND; ++n) {
             const u64 c = base + n * stride + lane_id();
             if (c >= num) continue;
             sink.row_chunk(c, chunks[n]);
