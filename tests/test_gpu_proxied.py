@@ -3,6 +3,7 @@ host and a transfer engine over tcp. Bit for bit as the reference, eager and rep
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import Any
 
@@ -33,17 +34,24 @@ CONFIGS: list[tuple[mc.MoeConfig, str | None]] = [
     (mc.MoeConfig(**{**BASE, "num_sms": 64}), None),  # a block a row
 ]
 SHORT = mc.MoeConfig(**{**BASE, "timeout_s": 2.0})
-NODES = [pytest.param((2, 1), id="2-nodes"), pytest.param((4, 2), id="2-nodes-of-2")]
-
-pytestmark = pytest.mark.gpus(2)
+one_gpu, two_gpus = pytest.mark.gpu, pytest.mark.gpus(2)
+NODES = [  # ranks, how many a node; whether all are on one GPU
+    pytest.param((2, 1, True), marks=one_gpu, id="2-nodes-on-1"),
+    pytest.param((4, 2, True), marks=one_gpu, id="2-nodes-of-2-on-1"),
+    pytest.param((2, 1, False), marks=two_gpus, id="2-nodes"),
+    pytest.param((4, 2, False), marks=two_gpus, id="2-nodes-of-2"),
+]
 
 
 @pytest.fixture(params=NODES)
 def num_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    ranks, size = request.param
+    ranks, size, together = request.param
     monkeypatch.setenv("MOECOMM_NODE_SIZE", str(size))
     monkeypatch.setenv("MOECOMM_FABRIC", "tcp")
-    return ranks
+    if together:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible.split(",")[0])
+    return int(ranks)
 
 
 def run(fn: Any, num_ranks: int, *args: Any, timeout_s: float = 280.0) -> list[Any]:
