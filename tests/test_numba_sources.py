@@ -195,6 +195,15 @@ COPIED = {
         value = 2
     return sync_block()
 """,
+    "before-a-loop": """def warp_sum(value: int) -> int:
+    seen = 0
+    while ballot(value > 0) != 0:
+        seen += 1
+        if value == 0:
+            continue
+        value -= 1
+    return seen
+""",
     "of-a-choice": """def warp_sum(value: int) -> int:
     return match(1 if value > 3 else lane_id())
 """,

@@ -34,10 +34,12 @@ class EmulatedKernels:
         self, layout: Layout, simulation: Simulation | None, machine: Machine = EMULATOR
     ) -> None:
         self._layout = layout
-        self._words: tuple[int, ...] | None = None
+        self._words: dict[str, tuple[int, ...]] = {}
         self._simulation = simulation
         self._machine = machine
-        self._grain = grain(layout, machine.max_blocks, machine.threads)
+        self._grains = {
+            stage: grain(stage, layout, machine.max_blocks, machine.threads) for stage in STAGES
+        }
         self._worlds: dict[tuple[EmulatorProgram, tuple[int, ...]], ProcessWorld] = {}
         coding.addresses(layout.cfg.coded)  # a codec that does not work is an error here
         checks = simulation is not None and simulation.checks
@@ -52,7 +54,7 @@ class EmulatedKernels:
 
     def launch(self, stage: str, args: Args, num_tokens: int, input_code: int) -> None:
         """Run one stage. Raises what the emulator finds: ``Deadlock``, ``CheckFailure``."""
-        shape = geometry(stage, self._layout, self._machine, num_tokens, self._grain)
+        shape = geometry(stage, self._layout, self._machine, num_tokens, self._grains[stage])
         program, table = self._program(stage, input_code), self._table(stage, input_code)
         kernel = kernel_name(self._layout, stage)
         launch = (kernel, bytes(args), shape.blocks, shape.threads, shape.shared_bytes)
@@ -74,9 +76,10 @@ class EmulatedKernels:
 
     def _table(self, stage: str, input_code: int) -> tuple[int, ...]:
         """What the program's configuration words are."""
-        if self._words is None:
-            self._words = tuple(emulator_table(self._layout, self._grain))
-        return self._words if self._layout.cfg.coded is None else (*self._words, input_code)
+        if stage not in self._words:
+            self._words[stage] = tuple(emulator_table(self._layout, self._grains[stage]))
+        words = self._words[stage]
+        return words if self._layout.cfg.coded is None else (*words, input_code)
 
 
 @functools.cache

@@ -81,19 +81,24 @@ def gpu_machine(stage: str, layout: Layout, multiprocessors: int) -> Machine:
     return Machine(per_sm * multiprocessors, block.threads)
 
 
-# Rows that a block moves one after the other before its warps had better take one each.
-ROWS_A_BLOCK: Final = 4
+# Rows that a block moves one after the other before its warps had better take one each: in stages
+# that have all groups' records, and in those that have this rank's tokens.
+RECORDS_A_BLOCK: Final = 4
+TOKENS_A_BLOCK: Final = 2
 GPU_BLOCKS: Final = 256  # that a GPU runs at a time, about: 2 on each of 132 multiprocessors
 
 
-def grain(layout: Layout, blocks: int, threads: int) -> Grain:
-    """For ``blocks`` of so many ``threads`` that run at a time.
+def grain(stage: str, layout: Layout, blocks: int, threads: int) -> Grain:
+    """For ``blocks`` of so many ``threads`` that run at a time. Stages and ranks may differ.
 
     2 H200s, 128 tokens, rank layout, flags: 36.7 µs with a warp a row, where 16 blocks combine.
     """
     cfg = layout.cfg
     blocks = blocks if cfg.num_sms is None else min(blocks, cfg.num_sms)
-    few = layout.num_groups * cfg.max_tokens <= ROWS_A_BLOCK * blocks
+    if stage in ("dispatch_recv", "combine_send"):
+        few = layout.num_groups * cfg.max_tokens <= RECORDS_A_BLOCK * blocks
+    else:
+        few = cfg.max_tokens <= TOKENS_A_BLOCK * blocks
     # Two pieces where all warps have enough to do even so.
     busy = cfg.max_tokens * layout.combine_pieces >= 2 * blocks * threads // 32
     return Grain(few and not layout.lines, 2 if busy and layout.lines else 1)
@@ -102,8 +107,8 @@ def grain(layout: Layout, blocks: int, threads: int) -> Grain:
 BY_BLOCKS: Final = Grain(True, 1)  # the kernels in Python are written so
 
 
-def gpu_grain(layout: Layout) -> Grain:
-    return grain(layout, GPU_BLOCKS, gpu_block(layout).threads)
+def gpu_grain(stage: str, layout: Layout) -> Grain:
+    return grain(stage, layout, GPU_BLOCKS, gpu_block(layout).threads)
 
 
 def counters_bytes(layout: Layout, plans: int) -> int:

@@ -46,7 +46,7 @@ class GpuKernels:
         self._shared = shared
         self._link = link
         self._layout = layout
-        self._grain = self._cut()
+        self._grains = {stage: self._cut(stage) for stage in STAGES}
         multiprocessors = attribute(index, "MULTIPROCESSOR_COUNT")
         self._machines = {stage: self._machine(stage, multiprocessors) for stage in STAGES}
         major = attribute(index, "COMPUTE_CAPABILITY_MAJOR")
@@ -93,7 +93,9 @@ class GpuKernels:
     def _config(self, stage: str, num_tokens: int, stream: int) -> Any:
         """The launch configuration, kept: making one takes longer than launching."""
         cu = self._cu
-        shape = geometry(stage, self._layout, self._machines[stage], num_tokens, self._grain)
+        shape = geometry(
+            stage, self._layout, self._machines[stage], num_tokens, self._grains[stage]
+        )
         config = cu.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = shape.blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = shape.threads, 1, 1
@@ -111,8 +113,8 @@ class GpuKernels:
         self._configs[stage, num_tokens, stream] = config
         return config
 
-    def _cut(self) -> Grain:
-        return gpu_grain(self._layout)
+    def _cut(self, stage: str) -> Grain:
+        return gpu_grain(stage, self._layout)
 
     def _machine(self, stage: str, multiprocessors: int) -> Machine:
         return gpu_machine(stage, self._layout, multiprocessors)

@@ -57,7 +57,7 @@ def gpu_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int | 
     shape = {
         "BLOCK_THREADS": block.threads,
         "SM_BLOCKS": block.per_sm,
-        **gpu_grain(layout).constants,
+        **gpu_grain(stage, layout).constants,
     }
     remote = {"HAS_REMOTE": layout.constants["REMOTE"]}
     codec = coding.constants(layout) if coding.calls(layout.cfg, stage) else {}

@@ -119,6 +119,7 @@ struct Arrivals {
         part = (records + (u32)NUM_GROUPS - 1) / (u32)NUM_GROUPS;
         senders = min(part, num_row_blocks());  // as many as here
         each = senders ? (part + senders - 1) / senders : 0;
+        senders = each ? (part + each - 1) / each : 0;  // the others have no share
     }
 
     DEVICE u32 num() const { return (u32)NUM_GROUPS * senders * each; }

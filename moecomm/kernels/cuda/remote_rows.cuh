@@ -1,6 +1,7 @@
 // The way back for remote peers: rows packed a source group, counted, and found where they land.
 #pragma once
 #include "remote_wait.cuh"
+#include "team.cuh"
 
 // ---- dispatch_recv, block 0: where combine_send packs, and where its rows land ---------------------
 // `group_rows`: [NUM_GROUPS + 1] shared words, rows that each group gets back from here; this
@@ -62,7 +63,7 @@ DEVICE void put_rows(const Args& a, u32 group, u32 n, u64 epoch)
 // of all rings.
 DEVICE void rows_packed(const Args& a, u64 epoch)
 {
-    if (lane_id() == 0) part_done(a, DOOR_ROWS, gridDim.x * num_warps(), epoch);
+    if (leads_team() && lane_id() == 0) part_done(a, DOOR_ROWS, gridDim.x * num_teams(), epoch);
 }
 
 // ---- combine_recv --------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class EmulatedPythonKernels(EmulatedKernels):
     ) -> None:
         self._all_stages = program(sources)
         super().__init__(layout, simulation, machine)
-        self._grain = BY_BLOCKS
+        self._grains = dict.fromkeys(STAGES, BY_BLOCKS)
 
     def _program(self, stage: str, input_code: int) -> EmulatorProgram:
         return self._all_stages

@@ -45,7 +45,7 @@ class GpuPythonKernels(GpuKernels):
         self._sources = sources
         super().__init__(layout, index)
 
-    def _cut(self) -> Grain:
+    def _cut(self, stage: str) -> Grain:
         return BY_BLOCKS
 
     def _machine(self, stage: str, multiprocessors: int) -> Machine:

@@ -63,21 +63,18 @@ class Lowered:
         tree = ast.fix_missing_locations(ast.Module([self.node], []))
         exec(compile(tree, file, "exec"), namespace)  # kernels are code
         built: FunctionType = namespace[self.name]
-        self._check_single_calls(built, tree)
+        self._check_single_calls(built)
         return built
 
-    def _check_single_calls(self, built: FunctionType, tree: ast.Module) -> None:
-        """Raise ``CompileError`` if Python has made one call two (see ``visit_Return``). In the
-        condition of a ``while`` it does, and may: threads that are together there stay so."""
-        loops = [node.test for node in ast.walk(tree) if isinstance(node, ast.While)]
-        repeated = {_position(call) for test in loops for call in ast.walk(test)}
+    def _check_single_calls(self, built: FunctionType) -> None:
+        """Raise ``CompileError`` if Python has made one call two (see ``visit_Return``)."""
         calls = Counter(
             tuple(step.positions or ())
             for step in dis.get_instructions(built)
             if step.opname.startswith("CALL")
         )
         for position, count in calls.items():
-            if count > 1 and position not in repeated:
+            if count > 1:
                 raise CompileError(
                     f"{self.name}, line {position[0]}: Python has copied a call to {count} places, "
                     "so threads could miss each other there; put what follows into a variable first"
@@ -142,11 +139,6 @@ def _parameters(sources: Sources, function: Function) -> list[str]:
     return names
 
 
-def _position(node: ast.AST) -> tuple[Any, ...]:
-    names = ("lineno", "end_lineno", "col_offset", "end_col_offset")
-    return tuple(getattr(node, name, None) for name in names)
-
-
 def _field(args: str, field: str) -> str:
     return f"{args}_{field}"
 
@@ -181,6 +173,16 @@ class _Transform(ast.NodeTransformer):
         more = ast.BinOp(ast.Name(_RESULT, ast.Load()), ast.Add(), ast.Constant(0))
         back = ast.Return(more)
         return [ast.copy_location(statement, node) for statement in (keep, back)]
+
+    def visit_While(self, node: ast.While) -> ast.AST:
+        """Python writes a loop's test twice, before the loop and at its end. A test that calls
+        something moves into the loop, so that it stays one."""
+        self.generic_visit(node)
+        if any(isinstance(part, ast.Call) for part in ast.walk(node.test)):
+            leave = ast.If(ast.UnaryOp(ast.Not(), node.test), [ast.Break()], [])
+            node.body.insert(0, ast.copy_location(leave, node.test))
+            node.test = ast.copy_location(ast.Constant(True), node.test)
+        return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         args = self._function.args
