@@ -78,8 +78,26 @@ DEVICE void clear_counts(const Counters& s)
         s.expert_count[i] = 0;
 }
 
-// Adds token t to the counters. An expert or rank that it names twice counts once.
-DEVICE void count_token(const Args& a, const Counters& s, u32 t)
+// Whether this replica is the one that sends token t.
+DEVICE bool is_ours(const Args& a, u32 t) { return t % REPLICAS == a.rank % REPLICAS; }
+
+// A token that names `rank` is counted for remote peers, too: those `before` a block's share in
+// `records` and `rows`, the others in `first`; records of this replica, rows of all.
+DEVICE void count_remote_record(const Args& a, const RemoteCounts& c, u32 t, u32 rank, bool before)
+{
+    if (before && ROWS_PER_RANK) atomicAdd(&c.rows[rank], 1u);
+    if (is_ours(a, t)) atomicAdd(before ? &c.records[rank] : &c.first[rank], 1u);
+}
+
+DEVICE void count_rank(const Args& a, const Counters& s, u32 t, u32 rank, bool before)
+{
+    if (before) atomicAdd(&s.rank_count[rank], 1u);
+    if (REMOTE) count_remote_record(a, s.remote, t, rank, before);
+}
+
+// Adds token t to the counters; one that is not `before` the block's share only where it counts for
+// remote peers. An expert or rank that it names twice counts once.
+DEVICE void count_token(const Args& a, const Counters& s, u32 t, bool before)
 {
     u32 experts[MOST_KEPT];  // [TOP_K]
     UNROLL for (u32 k = 0; k < TOP_K; ++k) experts[k] = expert_of(a, t, k);
@@ -93,15 +111,16 @@ DEVICE void count_token(const Args& a, const Counters& s, u32 t)
             if (NUM_RANKS > 32)
                 same_rank |= experts[j] != NO_EXPERT && expert_rank(experts[j]) == rank;
         }
-        if (!same_expert) atomicAdd(&s.expert_count[experts[k]], 1u);
-        if (NUM_RANKS > 32 && !same_rank) atomicAdd(&s.rank_count[rank], 1u);
+        if (!same_expert && before) atomicAdd(&s.expert_count[experts[k]], 1u);
+        if (REMOTE && !ROWS_PER_RANK && !same_expert && before) atomicAdd(&s.remote.rows[rank], 1u);
+        if (NUM_RANKS > 32 && !same_rank) count_rank(a, s, t, rank, before);
         if (NUM_RANKS <= 32) ranks |= 1u << rank;
     }
-    for (; ranks; ranks &= ranks - 1) atomicAdd(&s.rank_count[__ffs(ranks) - 1], 1u);
+    for (; ranks; ranks &= ranks - 1) count_rank(a, s, t, __ffs(ranks) - 1, before);
 }
 
 // The same where a thread has no registers for all of a token's experts: read again and again.
-DEVICE void count_long_token(const Args& a, const Counters& s, u32 t)
+DEVICE void count_long_token(const Args& a, const Counters& s, u32 t, bool before)
 {
     NO_UNROLL for (u32 k = 0; k < TOP_K; ++k) {
         const u32 expert = expert_of(a, t, k);
@@ -113,25 +132,26 @@ DEVICE void count_long_token(const Args& a, const Counters& s, u32 t)
             same_expert |= other == expert;
             same_rank |= other != NO_EXPERT && expert_rank(other) == rank;
         }
-        if (!same_expert) atomicAdd(&s.expert_count[expert], 1u);
-        if (!same_rank) atomicAdd(&s.rank_count[rank], 1u);
+        if (!same_expert && before) atomicAdd(&s.expert_count[expert], 1u);
+        if (REMOTE && !ROWS_PER_RANK && !same_expert && before) atomicAdd(&s.remote.rows[rank], 1u);
+        if (!same_rank) count_rank(a, s, t, rank, before);
     }
 }
 
-// Adds tokens [first, last) to the counters, a thread a token.
-DEVICE void count_tokens(const Args& a, const Counters& s, u32 first, u32 last)
+// Adds tokens [first, last) to the counters, a thread a token; of those from `begin` on only what
+// remote peers get.
+DEVICE void count_tokens(const Args& a, const Counters& s, u32 first, u32 last, u32 begin)
 {
-    for (u32 t = first + threadIdx.x; t < last; t += blockDim.x)
+    for (u32 t = first + threadIdx.x; t < last; t += blockDim.x) {
+        const bool before = !REMOTE || t < begin;
         if (TOP_K <= MOST_KEPT)
-            count_token(a, s, t);
+            count_token(a, s, t, before);
         else
-            count_long_token(a, s, t);
+            count_long_token(a, s, t, before);
+    }
 }
 
 // ---- shares -----------------------------------------------------------------------------------
-// Whether this replica is the one that sends token t.
-DEVICE bool is_ours(const Args& a, u32 t) { return t % REPLICAS == a.rank % REPLICAS; }
-
 // Tokens [first, last) are this block's: a contiguous share, since what comes before is counted.
 struct Share {
     u32 first, last;
@@ -165,7 +185,8 @@ DEVICE u64* chunk_flag(const Args& a, u32 chunk)
 DEVICE void publish_counts(const Args& a, const Counters& s, u32 tokens, u64 epoch)
 {
     for (u32 chunk = row_block(); chunk < num_chunks(tokens); chunk += num_row_blocks()) {
-        count_tokens(a, s, chunk * CHUNK, min((chunk + 1) * CHUNK, tokens));
+        const u32 end = min((chunk + 1) * CHUNK, tokens);
+        count_tokens(a, s, chunk * CHUNK, end, end);
         __syncthreads();
         for (u32 i = threadIdx.x; i < COUNT_WORDS; i += blockDim.x)
             st(chunk_counts(a, chunk) + i, s.expert_count[i]);
@@ -199,6 +220,7 @@ DEVICE bool count_before(const Args& a, const Counters& s, u32 last, u32 tokens,
 {
     const u32 whole = is_divided(tokens) ? last / CHUNK : 0;
     if (whole > 0 && !add_chunks(a, s, whole, epoch)) return false;
-    count_tokens(a, s, whole * CHUNK, last);
+    const u32 end = REMOTE && !is_divided(tokens) ? tokens : last;
+    count_tokens(a, s, whole * CHUNK, end, last);
     return true;
 }

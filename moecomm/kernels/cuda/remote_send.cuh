@@ -32,11 +32,22 @@ DEVICE void count_remote(const Args& a, const RemoteCounts& c, u32 begin, u32 to
     }
 }
 
-// What block b packs begins at first[rank] + records[rank] of each rank: counts what comes before
-// token `begin`, and everything. Shared words are clear before.
+// A batch whose counting is divided among blocks: every block counts all of it for remote peers. What
+// it has counted of them so far is of a part.
+DEVICE void count_remote_anew(const Args& a, const RemoteCounts& c, u32 begin, u32 tokens)
+{
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < remote_counts_words(); i += blockDim.x) c.records[i] = 0;
+    __syncthreads();
+    count_remote(a, c, begin, tokens);
+}
+
+// What block b packs begins at first[rank] + records[rank] of each rank, of what it has counted: what
+// comes before token `begin`, and everything.
 DEVICE void plan_staging(const Args& a, const RemoteCounts& c, u32 begin, u32 tokens)
 {
-    count_remote(a, c, begin, tokens);
+    const bool cleared = gridDim.x == 1;  // block 0 has announced, and sends, too
+    if (cleared || is_divided(tokens)) count_remote_anew(a, c, begin, tokens);
     __syncthreads();
     for (u32 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x)
         c.first[r] = is_remote(a, r) ? c.first[r] + c.records[r] : 0;

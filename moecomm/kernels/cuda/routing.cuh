@@ -255,7 +255,7 @@ DEVICE bool may_send(const Args& a, const SendState& state, u64 epoch)
 // block 0 that also sends. False as in wait_for.
 DEVICE bool announce(const Args& a, const Counters& s, u32 tokens, const SendState& state, u64 epoch)
 {
-    if (REMOTE) count_remote(a, s.remote, tokens, tokens);
+    if (REMOTE && is_divided(tokens)) count_remote_anew(a, s.remote, tokens, tokens);
     if (!may_send(a, state, epoch)) return false;
     if (REMOTE) plan_heads(a, s.remote);
     send_heads(a, s, epoch);
