@@ -7,12 +7,19 @@ when all are compiled, 1 s when none is.
 from __future__ import annotations
 
 import pytest
-from cubins import check_cubin, variant_id
+from cubins import check_cubin, check_registers, variant_id
 
+from moecomm.config import MoeConfig
 from moecomm.kernels import source
-from moecomm.kernels.geometry import gpu_block
+from moecomm.kernels.geometry import GPU_MANY_LINES, gpu_block
 from moecomm.kernels.jit import DEFAULT_ARCHS, compile_kernel
-from moecomm.kernels.stages import STAGES, Variant, variants
+from moecomm.kernels.stages import STAGES, Variant, input_codes, variants
+from moecomm.layout import Layout
+
+MANY_LINES = MoeConfig(
+    num_experts=256, top_k=8, hidden=7168, max_tokens=512, layout="rank",
+    dispatch_dtype="float8_e4m3fn", scale_block=128,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", DEFAULT_ARCHS)
@@ -20,6 +27,19 @@ from moecomm.kernels.stages import STAGES, Variant, variants
 def test_kernel(variant: Variant, arch: str) -> None:
     compiled = compile_kernel(variant.source, variant.defines, arch)
     check_cubin(compiled, variant.kernel, gpu_block(variant.layout))
+
+
+@pytest.mark.parametrize("arch", DEFAULT_ARCHS)
+@pytest.mark.parametrize("stage", STAGES[:4])
+def test_many_lines_spill_little(stage: str, arch: str) -> None:
+    """Three blocks on a multiprocessor at once leave 40 registers to a thread."""
+    layout = Layout(MANY_LINES, 2, 0)
+    assert gpu_block(layout) == GPU_MANY_LINES
+    code = input_codes(MANY_LINES)[0] if stage == "dispatch_send" else 0
+    variant = Variant("many lines", stage, layout, code)
+    compiled = compile_kernel(variant.source, variant.defines, arch)
+    check_registers(compiled, variant.kernel, GPU_MANY_LINES)
+    assert compiled.resources[variant.kernel].spill_store_bytes <= 160
 
 
 def test_variants_cover_every_stage_and_source() -> None:

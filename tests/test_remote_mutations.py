@@ -29,7 +29,7 @@ PROXIED = {
     ),
     "rows-rung-by-the-first-warp": Mutation(
         "remote_rows.cuh",
-        "part_done(a, DOOR_ROWS, gridDim.x * num_warps(), epoch);",
+        "part_done(a, DOOR_ROWS, gridDim.x * num_teams(), epoch);",
         "ring(a, DOOR_ROWS, epoch);",
     ),
     "parts-counted-without-order": Mutation(

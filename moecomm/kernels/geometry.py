@@ -65,19 +65,32 @@ class Block:
 # 1024 x 1; flags, 4096 tokens grouped: 573 with 256 x 4, 662 with 512 x 2, 669 with 128 x 8.
 GPU_LINES: Final = Block(threads=512, per_sm=2)
 GPU_FLAGS: Final = Block(threads=256, per_sm=4)
+# Many lines: a sending block and two that receive, on each multiprocessor. They spill up to 104 bytes
+# for it (148 on sm_100), but receivers that find room only when the senders have ended cost more: 512
+# tokens, rank layout, 52.8 µs against 54.8 (2026-11-30; with half for each: 55.3).
+GPU_MANY_LINES: Final = Block(threads=512, per_sm=3)
+FEW_LINES_TOKENS: Final = 256
 
 
 def gpu_block(layout: Layout) -> Block:
-    return GPU_LINES if layout.lines else GPU_FLAGS
+    if not layout.lines:
+        return GPU_FLAGS
+    # Where rows are summed before they go back, sending takes all registers.
+    many = layout.cfg.layout == "rank" and layout.cfg.max_tokens > FEW_LINES_TOKENS
+    return GPU_MANY_LINES if many else GPU_LINES
 
 
 def gpu_machine(stage: str, layout: Layout, multiprocessors: int) -> Machine:
     """On the flags wire each half takes half of the GPU's registers, so that the next one runs
     beside it, but where rows are summed on the way: that needs all threads to keep enough loads
-    under way. With lines, receivers that come late find their work taken by others."""
+    under way. With few lines the next half finds room anyway; half for each costs 27.1 µs instead
+    of 24.5 at 128 tokens, expanded."""
     block = gpu_block(layout)
-    sums = stage == "combine_send" and layout.cfg.reduce == "sender"
-    per_sm = block.per_sm if layout.lines or sums else block.per_sm // 2
+    per_sm = block.per_sm
+    if block is GPU_MANY_LINES:
+        per_sm = 1 if stage.endswith("_send") else 2
+    elif block is GPU_FLAGS and not (stage == "combine_send" and layout.cfg.reduce == "sender"):
+        per_sm //= 2
     return Machine(per_sm * multiprocessors, block.threads)
 
 

@@ -122,6 +122,7 @@ def variants() -> list[Variant]:
             8,
         ),
         "fp8 rank": (MoeConfig(**fp8, layout="rank"), 8),
+        "fp8 long": (MoeConfig(**{**fp8, "max_tokens": 512}, reduce="sender"), 2),
         "fp8 pow2": (MoeConfig(**fp8, scale_pow2=True), 8),
         "bf16 sender": (MoeConfig(**base, reduce="sender"), 8),
         "bf16 sender flags": (MoeConfig(**base, reduce="sender", wire="flags"), 8),
