@@ -65,8 +65,8 @@ class Block:
 # 1024 x 1; flags, 4096 tokens grouped: 573 with 256 x 4, 662 with 512 x 2, 669 with 128 x 8.
 GPU_LINES: Final = Block(threads=512, per_sm=2)
 GPU_FLAGS: Final = Block(threads=256, per_sm=4)
-# Many lines: a sending block and two that receive, on each multiprocessor. They spill up to 104 bytes
-# for it (148 on sm_100), but receivers that find room only when the senders have ended cost more: 512
+# Many lines: a sending block and two that receive, on a multiprocessor. They spill up to 104 bytes
+# for it (148 on sm_100), but receivers that find room only when senders have ended cost more: 512
 # tokens, rank layout, 52.8 µs against 54.8 (2026-11-30; with half for each: 55.3).
 GPU_MANY_LINES: Final = Block(threads=512, per_sm=3)
 FEW_LINES_TOKENS: Final = 256
