@@ -17,6 +17,7 @@ from schedules import Action, for_rank, random_schedule, walk
 from test_properties import _capped, _need
 
 import moecomm as mc
+from moecomm import layout
 from moecomm.emulator import Faults
 from moecomm.remote import Remote
 
@@ -93,6 +94,22 @@ def test_every_schedule_of_a_busy_step(
     cfg = dataclasses.replace(BUSY, replicas=replicas)
     world = World(Remote(mode=mode, private_records=3, chunk=3), [0, 1, 0, 1])
     cases = [make_case(cfg, 4, step) for step in range(3)]
+    pretend(monkeypatch, world)
+    for seed in range(40):
+        simulate_remote(world, _run, cases, seed=seed)
+
+
+@pytest.mark.parametrize("reduce", ["receiver", "sender"])
+@pytest.mark.parametrize(("mode", "replicas"), [("proxied", 2), ("nvshmem", 1)])
+def test_counting_that_is_divided_among_blocks(
+    monkeypatch: pytest.MonkeyPatch, mode: Any, replicas: int, reduce: Any
+) -> None:
+    """As in batches of more than 512 tokens."""
+    monkeypatch.setattr(layout, "UNDIVIDED_TOKENS", 4)
+    monkeypatch.setattr(layout, "LEAST_CHUNK", 4)
+    cfg = dataclasses.replace(BUSY, replicas=replicas, reduce=reduce)
+    world = World(Remote(mode=mode, private_records=3, chunk=3), [0, 1, 0, 1])
+    cases = [make_case(cfg, 4, step) for step in range(2)]
     pretend(monkeypatch, world)
     for seed in range(40):
         simulate_remote(world, _run, cases, seed=seed)
