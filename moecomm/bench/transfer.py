@@ -185,7 +185,7 @@ def posting(fabric: str, options: TransferOptions) -> list[Record]:
     the GIL, on a processor of its own. Then how long one with an immediate takes until this rank
     has counted it and sends the next."""
     group = Group(0, 1, LocalStore())
-    # When all is written the worker sleeps: until Python notices, what it polls would count as work.
+    # When all is written the worker sleeps: it would poll until Python notices, and that counts.
     idle = {"yield_turns": 0, "sleep_us": 500} if options.spin else {}
     with open_engine(group, fabric, num_nics=1, options=_engine(options, **idle)) as engine:
         src = engine.allocate(4096)
