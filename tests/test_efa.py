@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from emulated_writes import EMULATED, let_writes_be_emulated
 from engines import options
 from transport_conformance import raised, registered
 
@@ -127,30 +127,16 @@ def open_with(**changes: Any) -> str:
 
 
 def test_a_provider_that_does_not_tell_whether_it_emulates_is_refused() -> None:
-    emulated = Option("FI_OPT_EFA_EMULATED_WRITE", abi.FI_OPT_EFA_EMULATED_WRITE, False)
-    text = open_with(must_be_off=(emulated,))
+    text = open_with(must_be_off=(EMULATED,))
     assert "does not tell FI_OPT_EFA_EMULATED_WRITE" in text
     assert "libfabric" in text
 
 
 def test_a_provider_that_emulates_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moecomm.transport.efa import endpoint
-
-    real = endpoint.call
-
-    def call(fid: int, ops: int, place: int, *arguments: int) -> int:
-        if (ops, place) == (abi.EP_OPS, abi.EP_OPS_GETOPT) and arguments[1] == EMULATED.number:
-            ctypes.c_bool.from_address(arguments[2]).value = True
-            return 0
-        return real(fid, ops, place, *arguments)
-
-    monkeypatch.setattr(endpoint, "call", call)
+    let_writes_be_emulated(monkeypatch)
     text = open_with(must_be_off=(EMULATED,))
     assert "would emulate RDMA writes by messages" in text
     assert "FI_EFA_USE_DEVICE_RDMA" in text
-
-
-EMULATED = Option("FI_OPT_EFA_EMULATED_WRITE", abi.FI_OPT_EFA_EMULATED_WRITE, False)
 
 
 def test_an_option_that_must_be_set_and_cannot_is_refused_by_name() -> None:

@@ -3,23 +3,21 @@ when the engine is made, before anything is written."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from emulated_writes import EMULATED, let_writes_be_emulated
 from engines import options
 from threads import run_threads
 
 import moecomm as mc
-from moecomm.transport.efa import abi, endpoint, fabrics, open_engine, openers
-from moecomm.transport.efa.fabrics import Fabric, Option
+from moecomm.transport.efa import abi, fabrics, open_engine, openers
+from moecomm.transport.efa.fabrics import Fabric
 from moecomm.transport.efa.library import Library, set_word, word
 from moecomm.transport.efa.opener import FabricOpener
 from moecomm.transport.engine import TransferEngine
-
-EMULATED = Option("FI_OPT_EFA_EMULATED_WRITE", abi.FI_OPT_EFA_EMULATED_WRITE, False)
 
 
 class Changed:
@@ -94,15 +92,7 @@ def test_f09_one_end_without_immediates_is_refused_on_both(
 
 def test_f09_one_end_that_emulates_is_refused_on_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only rank 1 asks, and is told that its writes would be messages."""
-    real = endpoint.call
-
-    def call(fid: int, ops: int, place: int, *arguments: int) -> int:
-        if (ops, place) == (abi.EP_OPS, abi.EP_OPS_GETOPT) and arguments[1] == EMULATED.number:
-            ctypes.c_bool.from_address(arguments[2]).value = True
-            return 0
-        return real(fid, ops, place, *arguments)
-
-    monkeypatch.setattr(endpoint, "call", call)
+    let_writes_be_emulated(monkeypatch)
     weak = opener(fabric=dataclasses.replace(fabrics.TCP, must_be_off=(EMULATED,)))
     check(errors_of(opener(), weak), "would emulate RDMA writes by messages")
 
