@@ -14,7 +14,7 @@ from moecomm.bench.options import Options
 from moecomm.cuda_driver import attribute
 from moecomm.kernels import choice
 from moecomm.kernels.jit import compile_kernel
-from moecomm.kernels.stages import STAGES, Variant, input_codes
+from moecomm.kernels.stages import Variant, stage_kernels
 from moecomm.layout import Layout
 from moecomm.remote import Remote
 from moecomm.transport import NETWORKS
@@ -41,8 +41,7 @@ def variants(wanted: Iterable[Layout]) -> list[Variant]:
     return [
         Variant("ahead", stage, layout, code)
         for layout in wanted
-        for stage in STAGES
-        for code in (input_codes(layout.cfg) if stage == "dispatch_send" else [0])
+        for stage, code in stage_kernels(layout.cfg)
     ]
 
 

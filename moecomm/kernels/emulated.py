@@ -9,13 +9,13 @@ from moecomm.emulator import EmulatorProgram, ProcessWorld
 from moecomm.emulator.program import prepare_all
 from moecomm.kernels import coding, source
 from moecomm.kernels.args import Args
-from moecomm.kernels.geometry import EMULATOR, Machine, geometry, grain
+from moecomm.kernels.geometry import EMULATOR, Grain, Machine, geometry, grain
 from moecomm.kernels.stages import (
     STAGES,
     emulator_defines,
     emulator_table,
-    input_codes,
     kernel_name,
+    stage_kernels,
 )
 from moecomm.layout import Layout
 
@@ -37,19 +37,12 @@ class EmulatedKernels:
         self._words: dict[str, tuple[int, ...]] = {}
         self._simulation = simulation
         self._machine = machine
-        self._grains = {
-            stage: grain(stage, layout, machine.max_blocks, machine.threads) for stage in STAGES
-        }
+        self._grains = {stage: self._cut(stage) for stage in STAGES}
         self._worlds: dict[tuple[EmulatorProgram, tuple[int, ...]], ProcessWorld] = {}
         coding.addresses(layout.cfg.coded)  # a codec that does not work is an error here
         checks = simulation is not None and simulation.checks
         prepare_all(
-            (
-                self._program(stage, code)
-                for stage in STAGES
-                for code in (input_codes(layout.cfg) if stage == "dispatch_send" else [0])
-            ),
-            checks=checks,
+            (self._program(stage, code) for stage, code in stage_kernels(layout.cfg)), checks=checks
         )
 
     def launch(self, stage: str, args: Args, num_tokens: int, input_code: int) -> None:
@@ -69,6 +62,9 @@ class EmulatedKernels:
         """Idempotent."""
         while self._worlds:
             self._worlds.popitem()[1].close()
+
+    def _cut(self, stage: str) -> Grain:
+        return grain(stage, self._layout, self._machine.max_blocks, self._machine.threads)
 
     def _program(self, stage: str, input_code: int) -> EmulatorProgram:
         defines = emulator_defines(self._layout, stage, input_code)

@@ -19,7 +19,7 @@ from moecomm.kernels.geometry import (
     shared_bytes,
 )
 from moecomm.kernels.jit import Compiled, LinkInput, compile_kernel
-from moecomm.kernels.stages import STAGES, gpu_defines, input_codes, kernel_name
+from moecomm.kernels.stages import STAGES, gpu_defines, kernel_name, stage_kernels
 from moecomm.layout import Layout
 
 MAX_CONFIGS: Final = 4096  # one a stage, size and stream
@@ -63,9 +63,7 @@ class GpuKernels:
             self._launch = cu.cuLaunchKernelEx
             self._success = cu.CUresult.CUDA_SUCCESS
             self._functions = {
-                (stage, code): self._load(stage, code)
-                for stage in STAGES
-                for code in (input_codes(layout.cfg) if stage == "dispatch_send" else [0])
+                (stage, code): self._load(stage, code) for stage, code in stage_kernels(layout.cfg)
             }
 
     def launch(

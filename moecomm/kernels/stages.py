@@ -36,6 +36,12 @@ def input_codes(cfg: MoeConfig) -> list[int]:
     return [wire, *casts]
 
 
+def stage_kernels(cfg: MoeConfig) -> list[tuple[str, int]]:
+    """Every stage, with the code of each element type that its input may have; 0: it has none."""
+    codes = {"dispatch_send": input_codes(cfg)}
+    return [(stage, code) for stage in STAGES for code in codes.get(stage, [0])]
+
+
 def dtype_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int]:
     """Element types of one stage; those it does not use are fixed, so that it compiles once."""
     cfg = layout.cfg
@@ -162,6 +168,5 @@ def variants() -> list[Variant]:
     return [
         Variant(label, stage, layout, code)
         for label, layout in layouts.items()
-        for stage in STAGES
-        for code in (input_codes(layout.cfg) if stage == "dispatch_send" else [0])
+        for stage, code in stage_kernels(layout.cfg)
     ]

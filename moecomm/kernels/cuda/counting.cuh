@@ -81,18 +81,20 @@ DEVICE void clear_counts(const Counters& s)
 // Whether this replica is the one that sends token t.
 DEVICE bool is_ours(const Args& a, u32 t) { return t % REPLICAS == a.rank % REPLICAS; }
 
-// A token that names `rank` is counted for remote peers, too: those `before` a block's share in
-// `records` and `rows`, the others in `first`; records of this replica, rows of all.
-DEVICE void count_remote_record(const Args& a, const RemoteCounts& c, u32 t, u32 rank, bool before)
-{
-    if (before && ROWS_PER_RANK) atomicAdd(&c.rows[rank], 1u);
-    if (is_ours(a, t)) atomicAdd(before ? &c.records[rank] : &c.first[rank], 1u);
-}
-
+// For remote peers tokens `before` a block's share are counted in `records` and `rows`, the others in
+// `first`: records of this replica, rows of all.
 DEVICE void count_rank(const Args& a, const Counters& s, u32 t, u32 rank, bool before)
 {
     if (before) atomicAdd(&s.rank_count[rank], 1u);
-    if (REMOTE) count_remote_record(a, s.remote, t, rank, before);
+    if (REMOTE && before && ROWS_PER_RANK) atomicAdd(&s.remote.rows[rank], 1u);
+    if (REMOTE && is_ours(a, t))
+        atomicAdd(before ? &s.remote.records[rank] : &s.remote.first[rank], 1u);
+}
+
+DEVICE void count_expert(const Counters& s, u32 expert, u32 rank)
+{
+    atomicAdd(&s.expert_count[expert], 1u);
+    if (REMOTE && !ROWS_PER_RANK) atomicAdd(&s.remote.rows[rank], 1u);
 }
 
 // Adds token t to the counters; one that is not `before` the block's share only where it counts for
@@ -111,8 +113,7 @@ DEVICE void count_token(const Args& a, const Counters& s, u32 t, bool before)
             if (NUM_RANKS > 32)
                 same_rank |= experts[j] != NO_EXPERT && expert_rank(experts[j]) == rank;
         }
-        if (!same_expert && before) atomicAdd(&s.expert_count[experts[k]], 1u);
-        if (REMOTE && !ROWS_PER_RANK && !same_expert && before) atomicAdd(&s.remote.rows[rank], 1u);
+        if (!same_expert && before) count_expert(s, experts[k], rank);
         if (NUM_RANKS > 32 && !same_rank) count_rank(a, s, t, rank, before);
         if (NUM_RANKS <= 32) ranks |= 1u << rank;
     }
@@ -132,8 +133,7 @@ DEVICE void count_long_token(const Args& a, const Counters& s, u32 t, bool befor
             same_expert |= other == expert;
             same_rank |= other != NO_EXPERT && expert_rank(other) == rank;
         }
-        if (!same_expert && before) atomicAdd(&s.expert_count[expert], 1u);
-        if (REMOTE && !ROWS_PER_RANK && !same_expert && before) atomicAdd(&s.remote.rows[rank], 1u);
+        if (!same_expert && before) count_expert(s, expert, rank);
         if (!same_rank) count_rank(a, s, t, rank, before);
     }
 }

@@ -12,7 +12,7 @@ from moecomm.emulator.build import build_object
 from moecomm.kernels import source
 from moecomm.kernels.args import ARG_FIELDS
 from moecomm.kernels.emulated import EmulatedKernels
-from moecomm.kernels.geometry import BY_BLOCKS, EMULATOR, Machine
+from moecomm.kernels.geometry import BY_BLOCKS, EMULATOR, Grain, Machine
 from moecomm.kernels.numba_jit.cpu import numba_symbol, object_file
 from moecomm.kernels.numba_jit.lowered import Lowered, files, lower
 from moecomm.kernels.numba_jit.problem import numbers
@@ -56,7 +56,9 @@ class EmulatedPythonKernels(EmulatedKernels):
     ) -> None:
         self._all_stages = program(sources)
         super().__init__(layout, simulation, machine)
-        self._grains = dict.fromkeys(STAGES, BY_BLOCKS)
+
+    def _cut(self, stage: str) -> Grain:
+        return BY_BLOCKS
 
     def _program(self, stage: str, input_code: int) -> EmulatorProgram:
         return self._all_stages
