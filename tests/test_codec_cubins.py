@@ -48,7 +48,7 @@ def calls(compiled: Compiled) -> list[str]:
 )
 def test_int8_is_inlined(wire: str, stage: str, arch: str) -> None:
     compiled, layout = build(Int8PerToken, wire, stage, arch)
-    check_cubin(compiled, kernel_name(layout, stage), gpu_block(layout))
+    check_cubin(compiled, kernel_name(layout, stage), gpu_block(stage, layout))
     assert b"moe_codec" not in compiled.path.read_bytes()
     others = [line for line in calls(compiled) if not DIVISION.search(line)]
     assert [line for line in others if arch != "sm_80" or not BRANCH.search(line)] == []

@@ -113,7 +113,8 @@ def _is_equal(group: mc.Group, cfg: mc.MoeConfig, case: Case) -> bool:
 
     with torch.cuda.stream(torch.cuda.Stream()), mc.MoeComm(cfg, group) as comm:
         given = OnGpu(case, group.rank, on_device(comm))
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # of all ranks of this process: none may wait for another yet
+        group.barrier(60)
         recv = comm.dispatch_recv(given.send(comm))
         given.combine(comm, recv.handle)
         try:

@@ -94,7 +94,7 @@ def test_pieces_replayed_on_another_stream(num_ranks: int) -> None:
 
 
 def test_opening_and_closing(num_ranks: int) -> None:
-    run(gpu_ranks.open_and_close, num_ranks, BF16, 5)
+    run(gpu_ranks.open_and_close, num_ranks, BF16, 5, None)
 
 
 def test_a_killed_peer_is_named_on_every_node(num_ranks: int) -> None:

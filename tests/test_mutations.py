@@ -188,6 +188,12 @@ MUTATIONS = {
         "ld_acquire_sys(words + 1) != 0",
         wire="lines",
     ),
+    "only-the-first-of-several-pieces-waited-for": Mutation(
+        "line.cuh",
+        "if (!all_there(r[i])) first = i;",
+        "if (!all_there(r[i]) && i == 0) first = i;",
+        wire="lines",
+    ),
     "line-with-the-wrong-epoch": Mutation(
         "combine_send_lines.cu",
         "to_lines(chunk, epoch)",

@@ -29,7 +29,7 @@ def test_kernel(arch: str, stage: str) -> None:
     name = kernel_name(LAYOUT, stage)
     compiled = compile_kernel(f"{name}.cu", defines, arch, link=copy.link)
     assert compiled.kernels == (name,)
-    check_registers(compiled, name, gpu_block(LAYOUT))
+    check_registers(compiled, name, gpu_block(stage, LAYOUT))
     # What NVSHMEM's host library looks up and fills in.
     code = compiled.path.read_bytes()
     assert elf.symbol_bytes(code, "nvshmemi_device_state_d") is not None

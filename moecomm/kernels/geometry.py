@@ -54,44 +54,48 @@ class Grain:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A GPU block: its threads, and how many blocks a multiprocessor holds at least."""
+    """A stage's blocks on a GPU.
+
+    ``per_sm``: a multiprocessor's registers are to do for so many blocks of ``threads``;
+    ``used``: how many of them the stage takes, so that the next one finds room beside it.
+    """
 
     threads: int
     per_sm: int
+    used: int
 
 
-# Both leave half of a multiprocessor's 2048 threads to the half that runs beside this one. Measured
-# on 2 H200s, 2026-11-30, µs a step: lines, 128 tokens expanded: 27.4 with 512 x 2, 29.2 with
-# 1024 x 1; flags, 4096 tokens grouped: 573 with 256 x 4, 662 with 512 x 2, 669 with 128 x 8.
-GPU_LINES: Final = Block(threads=512, per_sm=2)
-GPU_FLAGS: Final = Block(threads=256, per_sm=4)
-# Many lines: a sending block and two that receive, on a multiprocessor. They spill up to 104 bytes
-# for it (148 on sm_100), but receivers that find room only when senders have ended cost more: 512
-# tokens, rank layout, 52.8 µs against 54.8 (2026-11-30; with half for each: 55.3).
-GPU_MANY_LINES: Final = Block(threads=512, per_sm=3)
-FEW_LINES_TOKENS: Final = 256
+# Measured on 2 H200s, 2026-11-30, µs a step: lines, 128 tokens expanded: 27.4 with 512 x 2, 29.2
+# with 1024 x 1. With few lines the next half finds room anyway; half of a multiprocessor for each
+# costs 27.1 instead of 24.5.
+LINES: Final = Block(threads=512, per_sm=2, used=2)
+# Many lines: a small sending block, of 64 registers a thread, beside four receiving ones, of 48, is
+# all that a multiprocessor holds, so receivers are there when bytes come. Rank layout, 512 tokens:
+# 49.7; 53.8 with 512 x 3 of 40 registers (1 sends, 2 receive), 54.8 with LINES; 256: 28.4, LINES
+# 31.7; 128: 18.5, LINES 19.4; 64: 14.0, LINES 13.8.
+MANY_LINES_SEND: Final = Block(threads=256, per_sm=4, used=1)
+MANY_LINES_RECV: Final = Block(threads=256, per_sm=5, used=4)
+FEW_LINES_TOKENS: Final = 64
+# 4096 tokens grouped: 573 with 256 x 4, 662 with 512 x 2, 669 with 128 x 8. Half of them, so that
+# the next half runs beside this one.
+FLAGS: Final = Block(threads=256, per_sm=4, used=2)
+# Where rows are summed on the way all threads keep enough loads under way, and no fewer.
+FLAGS_SUMMING: Final = Block(threads=256, per_sm=4, used=4)
 
 
-def gpu_block(layout: Layout) -> Block:
+def gpu_block(stage: str, layout: Layout) -> Block:
+    cfg = layout.cfg
     if not layout.lines:
-        return GPU_FLAGS
+        return FLAGS_SUMMING if stage == "combine_send" and cfg.reduce == "sender" else FLAGS
     # Where rows are summed before they go back, sending takes all registers.
-    many = layout.cfg.layout == "rank" and layout.cfg.max_tokens > FEW_LINES_TOKENS
-    return GPU_MANY_LINES if many else GPU_LINES
+    if cfg.layout != "rank" or cfg.max_tokens <= FEW_LINES_TOKENS:
+        return LINES
+    return MANY_LINES_SEND if stage.endswith("_send") else MANY_LINES_RECV
 
 
 def gpu_machine(stage: str, layout: Layout, multiprocessors: int) -> Machine:
-    """On the flags wire each half takes half of the GPU's registers, so that the next one runs
-    beside it, but where rows are summed on the way: that needs all threads to keep enough loads
-    under way. With few lines the next half finds room anyway; half for each costs 27.1 µs instead
-    of 24.5 at 128 tokens, expanded."""
-    block = gpu_block(layout)
-    per_sm = block.per_sm
-    if block is GPU_MANY_LINES:
-        per_sm = 1 if stage.endswith("_send") else 2
-    elif block is GPU_FLAGS and not (stage == "combine_send" and layout.cfg.reduce == "sender"):
-        per_sm //= 2
-    return Machine(per_sm * multiprocessors, block.threads)
+    block = gpu_block(stage, layout)
+    return Machine(block.used * multiprocessors, block.threads)
 
 
 # Rows that a block moves one after the other before its warps had better take one each: in stages
@@ -121,7 +125,7 @@ BY_BLOCKS: Final = Grain(True, 1)  # the kernels in Python are written so
 
 
 def gpu_grain(stage: str, layout: Layout) -> Grain:
-    return grain(stage, layout, GPU_BLOCKS, gpu_block(layout).threads)
+    return grain(stage, layout, GPU_BLOCKS, gpu_block(stage, layout).threads)
 
 
 def counters_bytes(layout: Layout, plans: int) -> int:

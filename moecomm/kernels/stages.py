@@ -59,7 +59,7 @@ def dtype_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int]
 
 def gpu_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int | str]:
     """Everything is a literal: a GPU kernel is compiled for its very problem."""
-    block = gpu_block(layout)
+    block = gpu_block(stage, layout)
     shape = {
         "BLOCK_THREADS": block.threads,
         "SM_BLOCKS": block.per_sm,

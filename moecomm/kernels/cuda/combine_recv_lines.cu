@@ -6,7 +6,12 @@
 
 #define ROW_WORDS ((u32)(COMBINE_ROW_BYTES / 8))
 
-#define PLACES_AT_ONCE 2u  // rows looked at before the first is waited for
+// Rows of a token that are waited for together; two do not fit into 48 registers before sm_90.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define PLACES_AT_ONCE 1u
+#else
+#define PLACES_AT_ONCE 2u
+#endif
 
 DEVICE Piece owed_piece(const Args& a, const Owed& owed, u32 t, u32 n, u32 number)
 {
@@ -27,13 +32,15 @@ DEVICE bool sum_piece(const Args& a, const Owed& owed, u32 t, u32 number, u64 ep
     Sum<COMBINE_DTYPE> sum = Sum<COMBINE_DTYPE>::zero();
     if (a.accumulate && live) sum = Sum<COMBINE_DTYPE>::of(Y::load(out, c, a.out_aligned));
     for (u32 first = 0; first < owed.num; first += PLACES_AT_ONCE) {
+        // Past the last row the last one again, which changes nothing.
+        const auto pieces = [&](u32 i) {
+            return owed_piece(a, owed, t, min(first + i, owed.num - 1), number);
+        };
         LineRead reads[PLACES_AT_ONCE];
-        UNROLL for (u32 i = 0; i < PLACES_AT_ONCE; ++i)
-            reads[i] = owed_piece(a, owed, t, min(first + i, owed.num - 1), number).read(epoch);
+        UNROLL for (u32 i = 0; i < PLACES_AT_ONCE; ++i) reads[i] = pieces(i).read(epoch);
+        if (!wait_pieces<PLACES_AT_ONCE>(a, pieces, epoch, reads)) return false;
         UNROLL for (u32 i = 0; i < PLACES_AT_ONCE; ++i) {
             if (first + i >= owed.num) continue;
-            const Piece piece = owed_piece(a, owed, t, first + i, number);
-            if (!wait_piece(a, piece, epoch, reads[i])) return false;
             const Pair chunk = to_chunks(reads[i].v);
             sum.add(owed.weight[first + i], to_chunk(chunk.low, chunk.high));
         }

@@ -70,23 +70,16 @@ DEVICE bool plan_rows(const Args& a, const Placement& s, WarpSpace& space, u32 j
     return true;
 }
 
-// One piece of which `r` is a first reading, to every row of the plan. False as in wait_piece.
-DEVICE bool receive_piece(const Args& a, const WarpSpace& space, const Piece& piece, LineRead r,
-                          u64 epoch)
+// A piece that has arrived, to every row of the plan.
+DEVICE void place_piece(const Args& a, const WarpSpace& space, const Piece& piece, Pair v, float scale)
 {
-#if DECODES
-    float scale;
-    if (!read_scale(a, piece, epoch, &scale)) return false;  // beside the reads under way
-#endif
-    if (!wait_piece(a, piece, epoch, r)) return false;
-    const Pair chunk = to_chunks(r.v);
+    const Pair chunk = to_chunks(v);
 #if DECODES
     place_decoded(a, space.plan, piece.number, chunk, scale);
 #else
     const u32 c = piece.number * PIECE_CHUNKS + lane_id();
     if (lane_id() < PIECE_CHUNKS && c < RECORD_WORDS / 2) place_chunk(a, space.plan, c, chunk);
 #endif
-    return true;
 }
 
 // Pieces begin, begin + 1 ... of record j.
@@ -94,16 +87,23 @@ DEVICE bool receive_unit(const Args& a, const Placement& s, WarpSpace& space, u3
                          u64 epoch)
 {
     const u32 group = group_of(s, j);
+    const auto pieces = [&](u32 i) {  // past the last one: a piece without a line
+        return piece_of(a, s, j, group, i < PIECES_AT_ONCE ? begin + i : num_pieces(RECORD_WORDS));
+    };
     LineRead reads[MOST_PIECES];
-    UNROLL for (u32 i = 0; i < MOST_PIECES; ++i)
-        if (i < PIECES_AT_ONCE) reads[i] = piece_of(a, s, j, group, begin + i).read(epoch);
+    UNROLL for (u32 i = 0; i < MOST_PIECES; ++i) reads[i] = pieces(i).read(epoch);
     LineRead meta = reads[0];
     if (LAYOUT != LAYOUT_RANK && begin > 0) meta = piece_of(a, s, j, group, 0).read(epoch);
     if (!plan_rows(a, s, space, j, group, begin == 0, meta, epoch)) return false;
+    float scale[MOST_PIECES] = {};
+#if DECODES
+    UNROLL for (u32 i = 0; i < MOST_PIECES; ++i)  // beside the reads under way
+        if (!read_scale(a, pieces(i), epoch, &scale[i])) return false;
+#endif
+    if (!wait_pieces<MOST_PIECES>(a, pieces, epoch, reads)) return false;
     UNROLL for (u32 i = 0; i < MOST_PIECES; ++i)
         if (i < PIECES_AT_ONCE && begin + i < num_pieces(RECORD_WORDS))
-            if (!receive_piece(a, space, piece_of(a, s, j, group, begin + i), reads[i], epoch))
-                return false;
+            place_piece(a, space, pieces(i), reads[i].v, scale[i]);
     __syncwarp();  // nobody still reads this warp's space
     return true;
 }

@@ -134,6 +134,15 @@ DEVICE LineRead read_line(u64 at, u64 flag, bool live)
 
 DEVICE bool all_there(const LineRead& r) { return __all_sync(FULL_WARP, r.there); }
 
+template <u32 N>
+DEVICE u32 first_missing(const LineRead* r)
+{
+    u32 first = N;
+    UNROLL for (u32 i = N; i-- > 0;)
+        if (!all_there(r[i])) first = i;
+    return first;
+}
+
 // Where a piece comes from.
 struct Piece {
     u64 lines;
@@ -147,25 +156,37 @@ struct Piece {
     }
 };
 
-// Waits until a piece of which `r` is a first reading has arrived. All lanes call it and get the
-// same answer; false as in wait_for.
-DEVICE bool wait_piece(const Args& a, const Piece& piece, u64 epoch, LineRead& r)
+// Waits until the pieces 0 to N - 1 of `pieces` have arrived; `r` has their first readings and gets
+// what arrived. All lanes call it and get the same answer; false as in wait_for. All are read anew
+// each time, so that what is kept while a thread looks up is not theirs: registers are scarce.
+template <u32 N, class Pieces>
+DEVICE bool wait_pieces(const Args& a, Pieces pieces, u64 epoch, LineRead* r)
 {
-    if (all_there(r)) return true;
+    u32 first = first_missing<N>(r);
+    if (first == N) return true;
+    Piece piece = pieces(first);
     note_wait(reinterpret_cast<const u64*>(piece.lines + piece.number * (WARP_LINES * LINE_BYTES) + 120),
               epoch);
     const u64 start = global_timer_ns();
     for (u32 spins = 1;; ++spins) {
         const bool look = poll_pause(spins);
-        r = piece.read(epoch);
+        UNROLL for (u32 i = 0; i < N; ++i) r[i] = pieces(i).read(epoch);
+        first = first_missing<N>(r);
         bool late = false;
-        if (all_there(r)) {
+        if (first == N) {
             if (spins < FIRST_LOOK) return true;
             late = __any_sync(FULL_WARP, lane_id() == 0 && too_late(a, start));
             if (!late) return true;
+            first = 0;
         }
         if (!look && !late) continue;
-        const bool over = lane_id() == 0 && given_up(a, start, late, piece.who, epoch, epoch, 0);
+        const bool over = lane_id() == 0 && given_up(a, start, late, pieces(first).who, epoch, epoch, 0);
         if (__any_sync(FULL_WARP, over)) return false;
     }
+}
+
+// One piece, of which `r` is a first reading.
+DEVICE bool wait_piece(const Args& a, const Piece& piece, u64 epoch, LineRead& r)
+{
+    return wait_pieces<1>(a, [&](u32) { return piece; }, epoch, &r);
 }

@@ -27,7 +27,7 @@ from moecomm.layout import Layout
 FORMAT: Final = "2"  # of the LTO-IR files
 ARCH: Final = "sm_80"  # LTO-IR for an older architecture links for a newer one
 # Integers of 64 bits need more registers than the CUDA C++ kernels' 64.
-BLOCK: Final = Block(threads=256, per_sm=3)
+BLOCK: Final = Block(threads=256, per_sm=3, used=3)
 _ENTRY: Final = """
 struct Args {{ i64 fields[{num_fields}]; }};
 SHIM i64 {symbol}({types});
@@ -49,7 +49,7 @@ class GpuPythonKernels(GpuKernels):
         return BY_BLOCKS
 
     def _machine(self, stage: str, multiprocessors: int) -> Machine:
-        return Machine(BLOCK.per_sm * multiprocessors, BLOCK.threads)
+        return Machine(BLOCK.used * multiprocessors, BLOCK.threads)
 
     def _compile(self, stage: str, code: int) -> tuple[str, Compiled]:
         return stage, compile_stage(self._sources, self._layout, stage, code, self._arch)
