@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 from moecomm import arguments, runtime
@@ -227,7 +226,7 @@ class MoeComm(Communicator):
 
     def release(self, handle: Handle, stream: Any = None) -> None:
         """Close ``handle`` without combining; ``handle.close()`` is the same."""
-        if os.getpid() != self._pid:
+        if self._forked:
             return  # a forked child: the handle is its parent's
         with self._lock:
             if handle.state in (State.CLOSED, State.FAILED) or self._closed or self._failure:

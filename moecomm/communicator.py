@@ -41,6 +41,7 @@ class Communicator:
         self.group = group
         self._lock = threading.RLock()
         self._pid = os.getpid()
+        self._forked = False  # a copy in a child of the process that made it
         self._slots = Slots(cfg.in_flight)
         self._failure: PeerTimeout | None = None
         self._closed = False
@@ -78,7 +79,7 @@ class Communicator:
 
         In a forked child it does nothing.
         """
-        if os.getpid() != self._pid:
+        if self._forked:
             return
         with self._lock:
             if self._closed:
@@ -103,21 +104,23 @@ class Communicator:
         """Another thread may have held the lock, and is not here to let go of it: the child's
         calls shall be refused, not wait."""
         self._lock = threading.RLock()
+        self._forked = True
 
     # ---- for the halves ----------------------------------------------------------------------
 
     def _check_open(self, call: str) -> None:
         if self._closed:
             raise StateError(f"{call}: this MoeComm is closed")
-        if os.getpid() != self._pid:
+        if self._forked:
             raise StateError(
                 f"{call}: this MoeComm belongs to process {self._pid}; a forked child must make "
                 "its own group and MoeComm"
             )
 
     def _check_usable(self, call: str) -> None:
-        # Each half comes through here: the common case takes no call.
-        if self._closed or self._failure or self._trouble.code or os.getpid() != self._pid:
+        # Each half comes through here: the common case takes no call, and asks the system nothing.
+        # (What failed stays in `_trouble`, whose memory is there until `close`.)
+        if self._closed or self._forked or self._trouble.code:
             self._check_open(call)
             self._check_failure()
 

@@ -18,13 +18,13 @@ class Slots:
 
     def lowest_free(self) -> int:
         """Raise ``StateError`` if none is."""
-        for slot, handle in enumerate(self._handles):
-            if handle is None:
-                return slot
-        raise StateError(
-            f"dispatch_send: in_flight={len(self._handles)} handles are open; combine or close "
-            "one first, or raise in_flight on every rank"
-        )
+        try:
+            return self._handles.index(None)
+        except ValueError:
+            raise StateError(
+                f"dispatch_send: in_flight={len(self._handles)} handles are open; combine or close "
+                "one first, or raise in_flight on every rank"
+            ) from None
 
     def hold(self, handle: Handle) -> None:
         self._handles[handle.slot] = handle
