@@ -16,9 +16,18 @@ from moecomm import dtypes
 from moecomm.arrays import Device
 from moecomm.checks_dispatch import FP8, input_dtypes
 from moecomm.config import MoeConfig
+from moecomm.same_form import SameForm
 
 ROW_ALIGN: Final = 15  # address bits that must be 0: kernels move 16-byte words
 ITEM_ALIGN: Final = 7
+
+
+class _Unusual(Exception):
+    """A tensor is not of the usual form."""
+
+
+# torch's own: the tensor is sparse, or under a transform of torch.func.
+UNUSUAL: Final = (_Unusual, RuntimeError)
 
 
 class FastTensors:
@@ -35,41 +44,39 @@ class FastTensors:
         self._num_scales, self._weights_travel = cfg.num_scales, cfg.weights_travel
         self._row_bytes = cfg.hidden * dtypes.itemsize(cfg.combine_dtype)
         self._row_aligned = int(self._row_bytes & ROW_ALIGN == 0)
-        self._tensor: Any = None  # torch.Tensor, once torch is loaded
+        self._torch: Any = None  # once it is loaded
+        self._tensor: Any = None  # torch.Tensor, then
+        self._same_inputs, self._same_y = SameForm(), SameForm()
+        self._same_weights, self._same_out = SameForm(), SameForm()
 
     def dispatch(
         self, x: Any, topk_idx: Any, topk_weights: Any, x_scale: Any, num_tokens: Any
     ) -> tuple[tuple[int, ...], int, int] | None:
         """Values of ``DISPATCH_FIELDS``, rows of ``x``, and the code of its element type."""
-        if type(x) is not self._tensor and not self._bind(x):
-            return None
-        known = self._inputs.get(x.dtype)
-        if known is None:
-            return None
-        code, row_bytes, row_aligned, scaled = known
-        shape = x.shape
-        if len(shape) != 2 or shape[1] != self._hidden or shape[0] > self._max_tokens:
-            return None
-        rows = shape[0]
-        at_x = self._floats(x, x.dtype, shape)
-        at_idx, idx_bytes = self._indices(topk_idx, (rows, self._top_k))
-        at_weights = weight_stride = at_scale = scale_row = scale_step = at_num = 0
+        given: tuple[Any, ...] = x, topk_idx
         if topk_weights is not None:
-            at_weights = self._floats(topk_weights, self._float32, (rows, self._top_k))
-            weight_stride = 4 * self._top_k
-        elif self._weights_travel:
-            return None
-        if scaled:
-            at_scale = self._floats(x_scale, self._float32, (rows, self._num_scales))
-            scale_row, scale_step = 4 * self._num_scales, 4
-        elif x_scale is not None:
-            return None
+            given += (topk_weights,)
+        if x_scale is not None:
+            given += (x_scale,)
         if num_tokens is not None:
-            at_num, num_bytes = self._indices(num_tokens, (1,))
-            if num_bytes != 4:
+            given += (num_tokens,)
+        which = topk_weights is None, x_scale is None, num_tokens is None
+        try:
+            form = self._same_inputs.facts(which, given)
+            if form is None:
+                form = self._form(x, topk_idx, topk_weights, x_scale, num_tokens)
+                self._same_inputs.keep(self._torch, which, form, given)
+            code, rows, row_bytes, row_aligned, idx_bytes = form
+            at_x, at_idx = x.data_ptr(), topk_idx.data_ptr()  # `_address` twice costs 0.1 µs more
+            if not at_x or not at_idx or at_x & ROW_ALIGN or at_idx & ITEM_ALIGN:
                 return None
-        small = at_idx | at_weights | at_scale | at_num
-        if at_x | small < 0 or at_x & ROW_ALIGN or small & ITEM_ALIGN:
+            at_weights = weight_stride = at_scale = scale_row = scale_step = 0
+            if topk_weights is not None:
+                at_weights, weight_stride = _address(topk_weights), 4 * self._top_k
+            if x_scale is not None:
+                at_scale, scale_row, scale_step = _address(x_scale), 4 * self._num_scales, 4
+            at_num = 0 if num_tokens is None else _address(num_tokens)
+        except UNUSUAL:
             return None
         words = (
             at_x, row_bytes, row_aligned, at_scale, scale_row, scale_step,
@@ -79,80 +86,110 @@ class FastTensors:
 
     def outputs(self, y: Any) -> tuple[int, int, int] | None:
         """Values of ``Y_FIELDS``."""
-        if type(y) is not self._tensor and not self._bind(y):
-            return None
-        return self._rows(y, self._recv_shape)
+        return self._rows(y, self._recv_shape, self._same_y)
 
     def result(self, out: Any, num_rows: int) -> tuple[int, int, int] | None:
         """Values of ``OUT_FIELDS`` but the last."""
-        if type(out) is not self._tensor and not self._bind(out):
-            return None
-        return self._rows(out, (num_rows, self._hidden))
+        return self._rows(out, (num_rows, self._hidden), self._same_out)
 
     def weights(self, topk_weights: Any, num_rows: int) -> tuple[int, int] | None:
         """Values of ``WEIGHT_FIELDS``, where the configuration takes weights at combine."""
-        if type(topk_weights) is not self._tensor and not self._bind(topk_weights):
-            return None
         if self._cfg.layout == "rank" or self._weights_travel:
             return None
-        at = self._floats(topk_weights, self._float32, (num_rows, self._top_k))
-        return None if at < 0 or at & ITEM_ALIGN else (at, 4 * self._top_k)
+        shape, given = (num_rows, self._top_k), (topk_weights,)
+        try:
+            if not self._same_weights.facts(shape, given):
+                self._check_bound(topk_weights)
+                self._check_floats(topk_weights, self._float32, shape)
+                self._same_weights.keep(self._torch, shape, True, given)
+            return _address(topk_weights), 4 * self._top_k
+        except UNUSUAL:
+            return None
 
     def new_result(self, num_rows: int) -> tuple[tuple[int, int, int], Any]:
         """``result`` for a new tensor, and that tensor; after a dispatch of torch tensors."""
-        if self._tensor is None:
+        if self._torch is None:
             self._bind(sys.modules["torch"].empty(0))
         shape = num_rows, self._hidden
-        out = self._empty(shape, dtype=self._combine, device=self._torch_device)
+        out = self._torch.empty(shape, dtype=self._combine, device=self._torch_device)
         return (out.data_ptr(), self._row_bytes, self._row_aligned), out
 
-    def _rows(self, tensor: Any, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
-        at = self._floats(tensor, self._combine, shape)
-        if at < 0 or at & ROW_ALIGN:
+    def _rows(
+        self, tensor: Any, shape: tuple[int, ...], same: SameForm
+    ) -> tuple[int, int, int] | None:
+        given = (tensor,)
+        try:
+            if not same.facts(shape, given):
+                self._check_bound(tensor)
+                self._check_floats(tensor, self._combine, shape)
+                same.keep(self._torch, shape, True, given)
+            return _address(tensor, ROW_ALIGN), self._row_bytes, self._row_aligned
+        except UNUSUAL:
             return None
-        return at, self._row_bytes, self._row_aligned
 
-    def _floats(self, tensor: Any, dtype: Any, shape: tuple[int, ...]) -> int:
-        """Where its elements begin; negative where it is not of the usual form."""
-        try:
-            if (
-                type(tensor) is self._tensor
-                and tensor.dtype is dtype
-                and tensor.shape == shape
-                and tensor.get_device() == self._index
-                and tensor.is_contiguous()
-                and not tensor.requires_grad
-                and not tensor.is_neg()
-            ):
-                return tensor.data_ptr() or -1  # null: empty, or without memory of its own
-        except RuntimeError:  # sparse, or under a transform of torch.func
-            return -1
-        return -1
+    # ---- all that there is to know of tensors but their addresses; these raise UNUSUAL -----------
 
-    def _indices(self, tensor: Any, shape: tuple[int, ...]) -> tuple[int, int]:
-        """The same for integers, which have no gradient or sign bit; and bytes of an element."""
-        try:
-            if (
-                type(tensor) is self._tensor
-                and tensor.shape == shape
-                and tensor.get_device() == self._index
-                and tensor.is_contiguous()
-            ):
-                size = self._idx_bytes.get(tensor.dtype, 0)
-                return (tensor.data_ptr() or -1) if size else -1, size
-        except RuntimeError:
-            return -1, 0
-        return -1, 0
+    def _form(
+        self, x: Any, topk_idx: Any, topk_weights: Any, x_scale: Any, num_tokens: Any
+    ) -> tuple[int, int, int, int, int]:
+        """Code of the element type, rows, bytes of a row and whether they keep ``ROW_ALIGN``, of
+        ``x``; bytes of an element of ``topk_idx``."""
+        self._check_bound(x)
+        shape = x.shape
+        if x.dtype not in self._inputs or len(shape) != 2 or shape[0] > self._max_tokens:
+            raise _Unusual
+        code, row_bytes, row_aligned, scaled = self._inputs[x.dtype]
+        rows = shape[0]
+        self._check_floats(x, x.dtype, (rows, self._hidden))
+        idx_bytes = self._check_integers(topk_idx, (rows, self._top_k))
+        if topk_weights is not None:
+            self._check_floats(topk_weights, self._float32, (rows, self._top_k))
+        elif self._weights_travel:
+            raise _Unusual
+        if scaled:
+            self._check_floats(x_scale, self._float32, (rows, self._num_scales))
+        elif x_scale is not None:
+            raise _Unusual
+        if num_tokens is not None and self._check_integers(num_tokens, (1,)) != 4:
+            raise _Unusual
+        return code, rows, row_bytes, row_aligned, idx_bytes
+
+    def _check_floats(self, tensor: Any, dtype: Any, shape: tuple[int, ...]) -> None:
+        if (
+            type(tensor) is not self._tensor
+            or tensor.dtype is not dtype
+            or tensor.shape != shape
+            or tensor.get_device() != self._index
+            or not tensor.is_contiguous()
+            or tensor.requires_grad
+            or tensor.is_neg()
+        ):
+            raise _Unusual
+
+    def _check_integers(self, tensor: Any, shape: tuple[int, ...]) -> int:
+        """The same for integers, which have no gradient or sign bit. Bytes of an element."""
+        if (
+            type(tensor) is not self._tensor
+            or tensor.dtype not in self._integer_bytes
+            or tensor.shape != shape
+            or tensor.get_device() != self._index
+            or not tensor.is_contiguous()
+        ):
+            raise _Unusual
+        return self._integer_bytes[tensor.dtype]
+
+    def _check_bound(self, array: Any) -> None:
+        if type(array) is not self._tensor and not self._bind(array):
+            raise _Unusual
 
     def _bind(self, array: Any) -> bool:
         """Once torch is there: whether ``array`` is a plain tensor of it."""
         torch = sys.modules.get("torch")
-        if self._tensor is not None or torch is None or type(array) is not torch.Tensor:
+        if self._torch is not None or torch is None or type(array) is not torch.Tensor:
             return False
         cfg = self._cfg
-        self._empty = torch.empty
         self._float32 = torch.float32
-        self._idx_bytes = {torch.int32: 4, torch.int64: 8}
+        self._integer_bytes = {torch.int32: 4, torch.int64: 8}
         self._combine = dtypes.torch_dtype(torch, cfg.combine_dtype)
         self._torch_device = torch.device("cpu" if self._index < 0 else f"cuda:{self._index}")
         self._inputs: dict[Any, tuple[int, int, int, bool]] = {}
@@ -161,5 +198,13 @@ class FastTensors:
             scaled = name == FP8 and cfg.scale_block is not None
             entry = dtypes.code(name), row_bytes, int(row_bytes & ROW_ALIGN == 0), scaled
             self._inputs[dtypes.torch_dtype(torch, name)] = entry
-        self._tensor = torch.Tensor
+        self._torch, self._tensor = torch, torch.Tensor
         return True
+
+
+def _address(tensor: Any, align: int = ITEM_ALIGN) -> int:
+    """Where its elements begin; raises ``UNUSUAL`` where kernels cannot begin there."""
+    at: int = tensor.data_ptr()
+    if not at or at & align:  # null: empty, or without memory of its own
+        raise _Unusual
+    return at

@@ -17,7 +17,16 @@ from moecomm.checks_dispatch import check_dispatch_inputs
 from moecomm.config import MoeConfig
 from moecomm.errors import ConfigError
 from moecomm.fast import FastTensors
-from moecomm.kernels.args import DISPATCH_FIELDS, OUT_FIELDS, WEIGHT_FIELDS, Y_FIELDS
+from moecomm.kernels.args import (
+    ARG_FIELDS,
+    DISPATCH_FIELDS,
+    OUT_FIELDS,
+    WEIGHT_FIELDS,
+    Y_FIELDS,
+    ArgBlock,
+    Args,
+    Fields,
+)
 
 BASE: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden": 64, "max_tokens": 8}
 FP8 = torch.float8_e4m3fn
@@ -53,6 +62,15 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
     moved = room[1:].view(tensor.shape)
     return moved.copy_(tensor)
+
+
+def between_words(tensor: torch.Tensor) -> torch.Tensor:
+    """Some memory that begins 4 bytes after a multiple of 16."""
+    room = bytearray(tensor.nbytes + 32)
+    start = (4 - torch.frombuffer(room, dtype=torch.uint8).data_ptr()) % 16
+    return torch.frombuffer(room, dtype=tensor.dtype, offset=start, count=tensor.numel()).view(
+        tensor.shape
+    )
 
 
 def transposed(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,6 +116,7 @@ ODD: dict[str, Callable[[torch.Tensor], Any]] = {
     "three dimensions": lambda t: t[None],
     "one column less": lambda t: t[..., 1:],
     "misaligned": misaligned,
+    "between words": between_words,
     "transposed": lambda t: transposed(t) if t.dim() == 2 else t,
     "wide": lambda t: wide(t) if t.dim() == 2 else t,
     "backwards": lambda t: t.flip(0),
@@ -123,7 +142,8 @@ def the_long_way(cfg: MoeConfig, given: dict[str, Any]) -> tuple[tuple[int, ...]
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_is_taken_is_what_the_long_way_takes(name: str) -> None:
+@pytest.mark.parametrize("remembers", [False, True])
+def test_what_is_taken_is_what_the_long_way_takes(name: str, remembers: bool) -> None:
     cfg = CONFIGS[name]
     quick = fast(cfg)
     taken = 0
@@ -138,6 +158,8 @@ def test_what_is_taken_is_what_the_long_way_takes(name: str) -> None:
                     given[key] = ODD[change](given[key])
                 except (RuntimeError, NotImplementedError, IndexError):
                     continue  # there is no such tensor of this type
+        for _ in range(2 if remembers else 0):
+            assert quick.dispatch(**good(cfg)) is not None
         found = quick.dispatch(**given)
         taken += found is not None
         if found is not None:
@@ -177,12 +199,15 @@ def test_more_tokens_than_allowed_go_the_long_way() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
 @pytest.mark.parametrize("odd", [None, *ODD])
-def test_combine_arrays(odd: str | None) -> None:
+@pytest.mark.parametrize("remembers", [False, True])
+def test_combine_arrays(odd: str | None, remembers: bool) -> None:
     cfg = CONFIGS["bf16"]
     quick = fast(cfg)
     y = torch.zeros(RECV_SHAPE, dtype=torch.bfloat16)
     out = torch.zeros(3, 64, dtype=torch.bfloat16)
     weights = torch.ones(3, 2)
+    for _ in range(2 if remembers else 0):
+        assert None not in (quick.outputs(y), quick.result(out, 3), quick.weights(weights, 3))
     if odd is not None:
         if odd == "csr":
             return
@@ -204,6 +229,34 @@ def test_combine_arrays(odd: str | None) -> None:
         assert weighed == weight_words(view)
     if odd is None:
         assert None not in (quick.outputs(y), quick.result(out, 3), quick.weights(weights, 3))
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_a_remembered_form_gives_each_call_its_own_numbers(rows: int) -> None:
+    cfg = CONFIGS["fp8"]
+    quick = fast(cfg)
+    for _ in range(3):
+        given = good(cfg, rows)  # elsewhere in memory each time
+        for fewer in ({}, {"topk_weights": None}, {"num_tokens": None}):
+            for _ in range(3):
+                changed = {**given, **fewer}
+                assert quick.dispatch(**changed) == the_long_way(cfg, changed)
+    other = good(cfg, 5)
+    assert quick.dispatch(**other) == the_long_way(cfg, other)
+    assert quick.dispatch(**{**other, "topk_idx": given["topk_idx"]}) is None
+
+
+def test_a_gradient_matters_only_while_grad_mode_is_on() -> None:
+    cfg = CONFIGS["bf16"]
+    quick = fast(cfg)
+    given = good(cfg)
+    needing = {**given, "x": needs_grad(given["x"])}
+    with torch.no_grad():
+        for _ in range(3):
+            assert quick.dispatch(**given) is not None
+        found = quick.dispatch(**needing)
+        assert found in (None, the_long_way(cfg, needing))
+    assert quick.dispatch(**needing) is None
 
 
 @pytest.mark.parametrize("name", ["rank", "sender"])
@@ -232,3 +285,13 @@ def test_fields_lie_as_they_are_written() -> None:
     assert WEIGHT_FIELDS.names == ("topk_weights", "topk_weights_stride")
     assert Y_FIELDS.names == ("y", "y_stride", "y_aligned")
     assert OUT_FIELDS.names == ("out", "out_stride", "out_aligned", "accumulate")
+
+
+@pytest.mark.parametrize("fields", [DISPATCH_FIELDS, WEIGHT_FIELDS, Y_FIELDS, OUT_FIELDS])
+def test_a_block_changes_in_the_fields_that_are_written(fields: Fields) -> None:
+    before = dict(zip(ARG_FIELDS, range(100, 200), strict=False))
+    block = ArgBlock(Args(**before))
+    values = tuple((1 << 64) - 1 - n for n in range(len(fields.names)))
+    block.write(fields, values)
+    after = {name: getattr(block.args, name) for name in ARG_FIELDS}
+    assert after == {**before, **dict(zip(fields.names, values, strict=True))}
