@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from moecomm import arrays
-from moecomm.arrays import Kind
 from moecomm.dtypes import itemsize
 from moecomm.handle import Handle, Received
 from moecomm.layout import Layout
@@ -23,28 +22,28 @@ class ReceivedViews:
     def __init__(self, layout: Layout, run: Runtime) -> None:
         self._layout = layout
         self._run = run
-        self._made: dict[tuple[int, Kind, bool], dict[str, Any]] = {}
+        self._made: dict[tuple[int, bool], tuple[Any, ...]] = {}
 
     def of(self, handle: Handle) -> Received:
         """What ``handle`` received."""
         if handle.kind != "torch" or self._run.synchronous:
             return Received(handle=handle, **self._make(handle))
-        key = handle.slot, handle.kind, handle.weights_given
-        fields = self._made.get(key)
-        if fields is None:
-            fields = self._made[key] = self._make(handle)
-        x_scale, weights = fields["x_scale"], fields["topk_weights"]
+        key = handle.slot, handle.weights_given
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = tuple(self._make(handle).values())
+        x, x_scale, counts, offsets, num_rows, src_rank, src_token, weights, topk_idx = made
         return Received(
             handle,
-            fields["x"].detach(),
+            x.detach(),
             None if x_scale is None else x_scale.detach(),
-            fields["counts"],
-            fields["offsets"],
-            fields["num_rows"],
-            fields["src_rank"],
-            fields["src_token"],
+            counts,
+            offsets,
+            num_rows,
+            src_rank,
+            src_token,
             None if weights is None else weights.detach(),
-            fields["topk_idx"],
+            topk_idx,
         )
 
     def clear(self) -> None:
@@ -52,7 +51,7 @@ class ReceivedViews:
         self._made.clear()
 
     def _make(self, handle: Handle) -> dict[str, Any]:
-        """Every field of ``Received`` but the handle."""
+        """Every field of ``Received`` but the handle, in their order."""
         layout, run = self._layout, self._run
         cfg = layout.cfg
         rows = layout.recv_shape[:-1]

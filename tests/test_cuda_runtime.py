@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -103,6 +104,27 @@ def test_sending_halves_start_early_only_where_a_rank_has_a_gpu_of_its_own(
     early = {name.removesuffix("_lines") for name in gpus.started_early}
     receiving = {"dispatch_recv", "combine_recv"}
     assert early == (receiving if shared else set(STAGES))
+
+
+def test_a_launch_takes_the_kernel_of_its_input_and_the_shape_of_its_size(
+    gpus: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing of what launches take is kept for long."""
+    monkeypatch.setattr("moecomm.kernels.gpu.MAX_READY", 3)
+    monkeypatch.setattr(gpus, "cuModuleGetFunction", lambda module, name: gpus._ok(module))
+    layout = mc.Layout(dataclasses.replace(CFG, dispatch_dtype="float8_e4m3fn"), 1, 0)
+    kernels = GpuKernels(layout, 0)
+    codes = input_codes(layout.cfg)
+    for code, size, stream in itertools.product(codes, (1, 8), (0, 40)):
+        for _ in range(2):
+            kernels.launch("dispatch_send", ArgBlock(Args()), size, code, stream)
+    kernels.close()
+    first, second = gpus.launches[::2], gpus.launches[1::2]
+    assert [launch[:4] for launch in first] == [launch[:4] for launch in second]
+    assert [launch[3] for launch in first] == [0, 40] * 2 * len(codes)
+    kernel = dict.fromkeys(launch[0] for launch in first)
+    assert [launch[0] for launch in first] == [name for name in kernel for _ in range(4)]
+    assert len(kernel) == len(codes) > 1
 
 
 def test_one_rank_that_fails_to_load_is_everybodys_error(

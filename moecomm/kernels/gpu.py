@@ -22,7 +22,7 @@ from moecomm.kernels.jit import Compiled, LinkInput, compile_kernel
 from moecomm.kernels.stages import STAGES, gpu_defines, kernel_name, stage_kernels
 from moecomm.layout import Layout
 
-MAX_CONFIGS: Final = 4096  # one a stage, size and stream
+MAX_READY: Final = 4096  # one a kernel, size and stream
 SHARED_BYTES: Final = 48 << 10  # what a kernel may have without asking
 
 
@@ -53,7 +53,7 @@ class GpuKernels:
         minor = attribute(index, "COMPUTE_CAPABILITY_MINOR")
         self._arch = f"sm_{major}{minor}"
         self._modules: list[Any] = []
-        self._configs: dict[tuple[str, int, int], Any] = {}
+        self._ready: dict[tuple[str, int, int, int], tuple[Any, Any]] = {}
         # Programmatic dependent launch: the kernels ask for it on sm_90 and later.
         self._early_start = major >= 9 and not env.flag("NO_EARLY_START")
         if layout.cfg.coded is not None:
@@ -70,10 +70,11 @@ class GpuKernels:
         self, stage: str, block: ArgBlock, num_tokens: int, input_code: int, stream: int
     ) -> None:
         """Queue one stage on ``stream``, a CUDA stream handle; the device is current."""
-        config = self._configs.get((stage, num_tokens, stream))
-        if config is None:
-            config = self._config(stage, num_tokens, stream)
-        (status,) = self._launch(config, self._functions[stage, input_code], block.pointers, 0)
+        ready = self._ready.get((stage, input_code, num_tokens, stream))
+        if ready is None:
+            ready = self._make_ready(stage, input_code, num_tokens, stream)
+        config, function = ready
+        (status,) = self._launch(config, function, block.pointers, 0)
         if status is not self._success:
             check(status, f"launching {stage}")
 
@@ -88,8 +89,17 @@ class GpuKernels:
             while self._modules:
                 call(cu.cuModuleUnload, self._modules.pop())
 
+    def _make_ready(
+        self, stage: str, input_code: int, num_tokens: int, stream: int
+    ) -> tuple[Any, Any]:
+        """What a launch takes, kept: making it takes longer than launching."""
+        if len(self._ready) >= MAX_READY:  # somebody makes streams anew all the time
+            self._ready.clear()
+        ready = self._config(stage, num_tokens, stream), self._functions[stage, input_code]
+        self._ready[stage, input_code, num_tokens, stream] = ready
+        return ready
+
     def _config(self, stage: str, num_tokens: int, stream: int) -> Any:
-        """The launch configuration, kept: making one takes longer than launching."""
         cu = self._cu
         shape = geometry(
             stage, self._layout, self._machines[stage], num_tokens, self._grains[stage]
@@ -106,9 +116,6 @@ class GpuKernels:
         # wait for another rank of the same GPU, it would hold the room which that one needs.
         if self._early_start and (stage.endswith("_recv") or not self._shared):
             config.attrs, config.numAttrs = [early], 1
-        if len(self._configs) >= MAX_CONFIGS:  # somebody makes streams anew all the time
-            self._configs.clear()
-        self._configs[stage, num_tokens, stream] = config
         return config
 
     def _cut(self, stage: str) -> Grain:

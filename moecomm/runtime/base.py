@@ -24,7 +24,7 @@ class Runtime(Protocol):
     status_address: int  # ... of what kernels write status records to
     owner: object  # keeps the workspace alive; arrays handed to the caller hold it
 
-    def stream(self, given: Any, kind: Kind) -> int:
+    def stream(self, given: Any, kind: Kind, /) -> int:
         """The handle of the stream that a half runs on: ``given``, or the caller's current one
         in the library of its arrays. 0 on a CPU."""
 

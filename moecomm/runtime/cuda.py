@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import struct
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from moecomm import cuda_driver, env
@@ -43,6 +44,7 @@ class CudaRuntime:
     remote_flags = 0
     remote_bulk = 0
     _mover: Mover | None = None
+    stream: Callable[[Any, Kind], int]  # Streams.find, without a call between
 
     def __init__(
         self,
@@ -81,9 +83,6 @@ class CudaRuntime:
             self.close()
             raise
         self.memory_bytes = self._memory.taken_bytes + self._workspace_bytes
-
-    def stream(self, given: Any, kind: Kind) -> int:
-        return self._streams.find(given, kind)
 
     def join(self, earlier: int, later: int) -> None:
         self._streams.join(earlier, later)
@@ -135,6 +134,7 @@ class CudaRuntime:
         self._undo.callback(self._kernels.close)
         self._streams = Streams(index)
         self._undo.callback(self._streams.close)
+        self.stream = self._streams.find
         pages = gpu_pages.make(index, layout.local.nbytes, shareable=False)
         self.owner = pages
         self._workspace_bytes, self.local = pages.nbytes, pages.address

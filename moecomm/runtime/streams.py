@@ -39,7 +39,8 @@ class Streams:
         if kind == "torch":
             if self._torch_stream is None:
                 self._torch_stream = _torch_lookup()
-            return int(self._torch_stream(self._index))
+            current_stream: int = self._torch_stream(self._index)
+            return current_stream
         if kind == "cupy":
             cupy = sys.modules.get("cupy")
             if cupy is not None:
