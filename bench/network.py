@@ -1,14 +1,16 @@
 """What an exchange between nodes costs the GPU, and what runs beside it.
 
-    python bench/network.py --ranks 2 --node-size 1 --tokens 1,32,128 [--out FILE.json]
+    python bench/network.py --ranks 2 --node-size 1 --tokens 1,32,128 [--out FILE.json] [--trace]
 
 For each number of tokens, per rank and on the GPU's own clock:
 
-* ``kernels_us``: the sending and the receiving kernels of dispatch (of combine) when the bytes have
-  come meanwhile: all that the exchange takes from the stream;
+* ``kernels_us``: the sending and the receiving kernels of dispatch (of combine) when the bytes
+  have come meanwhile: all that the exchange takes from the stream;
 * ``alone_us``: both halves, one right after the other: the network's time is in it;
-* ``compute_us`` and ``both_us``: other work on the stream that lasts as long, alone and between the
-  halves. ``hidden`` is how much of the exchange's time disappears behind it.
+* ``compute_us`` and ``both_us``: matrix products that last longer than the exchange, alone and
+  between the halves. ``hidden`` is how much of the exchange's time disappears behind them.
+* ``trace``, with ``--trace``: every kernel of one such step on rank 0, by torch's profiler: its
+  name, stream, beginning and microseconds.
 
 Ranks pretend to be on different machines; over tcp the time is that of this machine's kernel.
 """
@@ -31,6 +33,7 @@ from moecomm.bench.timing import percentile
 from moecomm.bench.worker import Exchange, check_exchange
 
 ROUNDS = 60
+PRODUCT = 4096  # a side of the matrices; 170 us on an H200
 WAIT_CYCLES = 20_000_000  # some 10 ms of the GPU: over tcp everything has come then
 
 
@@ -41,22 +44,28 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,32,128")
     parser.add_argument("--transport", default="efa")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--trace", action="store_true")
     given = parser.parse_args()
     os.environ["MOECOMM_NODE_SIZE"] = str(given.node_size)
     os.environ.setdefault("MOECOMM_FABRIC", "tcp")
     tokens = tuple(int(part) for part in given.tokens.split(","))
     options = Options(ranks=given.ranks, tokens=tokens, layouts=("rank",), wire="flags")
     reports = mc.run(
-        measure, given.ranks, options, device="cuda", transport=given.transport, timeout_s=500
-    )
+        measure, given.ranks, options, given.trace,
+        device="cuda", transport=given.transport, timeout_s=500,
+    )  # fmt: skip
     worst = [_worst(case) for case in zip(*reports, strict=True)]
+    for case in worst:
+        if "both_us" in case:
+            added = case["both_us"] - case["compute_us"]
+            case["hidden"] = 1 - added / case["alone_us"]["dispatch"]
     text = json.dumps({"ranks": given.ranks, "node_size": given.node_size, "results": worst})
     if given.out is not None:
         given.out.write_text(text)
     sys.stdout.write(text + "\n")
 
 
-def measure(group: mc.Group, options: Options) -> list[dict[str, Any]]:
+def measure(group: mc.Group, options: Options, trace: bool) -> list[dict[str, Any]]:
     """A record for each case."""
     found = []
     for case in options.cases():
@@ -69,7 +78,7 @@ def measure(group: mc.Group, options: Options) -> list[dict[str, Any]]:
             faults = check_exchange(exchange, inputs)
             record: dict[str, Any] = {"tokens": case.num_tokens, "faults": faults}
             if not any(group.all_gather("; ".join(faults).encode(), 60)):
-                record |= _times(exchange)
+                record |= _times(exchange, trace)
             found.append(record)
             torch.cuda.synchronize()
             comm.check()
@@ -77,26 +86,78 @@ def measure(group: mc.Group, options: Options) -> list[dict[str, Any]]:
     return found
 
 
-def _times(exchange: Exchange) -> dict[str, Any]:
+def _times(exchange: Exchange, trace: bool) -> dict[str, Any]:
     torch = importlib.import_module("torch")
     comm = exchange.comm
     waiting = _median(comm, exchange, lambda: torch.cuda._sleep(WAIT_CYCLES))
     alone = _median(comm, exchange, lambda: None)
-    rate = _cycles_a_us(torch)
-    cycles = int(rate * alone["dispatch"] * 1.2)
-    compute = _once(torch, lambda: torch.cuda._sleep(cycles))
-    both = _median(comm, exchange, lambda: torch.cuda._sleep(cycles))
-    return {
+    compute = _products(torch, 1.2 * _everybodys(comm.group, alone["dispatch"]))
+    alone_us = _once(torch, compute)
+    both = _median(comm, exchange, compute)
+    record = {
         "kernels_us": {
             "dispatch": waiting["dispatch_send"] + waiting["dispatch_recv"],
             "combine": waiting["combine_send"] + waiting["combine_recv"],
         },
         "halves_us": {k: v for k, v in waiting.items() if "_" in k},
         "alone_us": {k: alone[k] for k in ("dispatch", "combine")},
-        "compute_us": compute,
+        "compute_us": alone_us,
         "both_us": both["dispatch"],
-        "hidden": 1 - (both["dispatch"] - compute) / alone["dispatch"],
     }
+    if trace:
+        record["trace"] = _trace(torch, comm, exchange, compute)
+    return record
+
+
+def _everybodys(group: mc.Group, us: float) -> float:
+    """The slowest rank's."""
+    return max(float(blob) for blob in group.all_gather(str(us).encode(), 60))
+
+
+def _products(torch: Any, us: float) -> Callable[[], None]:
+    """Matrix products that take at least so long."""
+    a = torch.randn(PRODUCT, PRODUCT, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+    for _ in range(3):
+        torch.mm(a, a, out=out)
+    count = int(us / _once(torch, lambda: torch.mm(a, a, out=out))) + 1
+
+    def work() -> None:
+        for _ in range(count):
+            torch.mm(a, a, out=out)
+
+    return work
+
+
+def _trace(
+    torch: Any, comm: mc.MoeComm, exchange: Exchange, compute: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """Kernels of a step with ``compute`` between its halves."""
+    comm.group.barrier(60)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch.cuda._sleep(2_000_000)
+        handle = exchange.dispatch_send()
+        compute()
+        comm.dispatch_recv(handle)
+        comm.combine_send(exchange.y, handle)
+        compute()
+        exchange.combine_recv(handle)
+        torch.cuda.synchronize()
+    comm.group.barrier(60)
+    events = [e for e in profile.profiler.kineto_results.events() if e.duration_ns() > 0]
+    events = [e for e in events if "spin" not in e.name() and "cuda" not in e.name()]
+    if not events:
+        return []
+    began = min(e.start_ns() for e in events)
+    return [
+        {
+            "kernel": e.name().split("(")[0][:60],
+            "stream": e.device_resource_id(),
+            "begin_us": (e.start_ns() - began) / 1e3,
+            "us": e.duration_ns() / 1e3,
+        }
+        for e in sorted(events, key=lambda e: int(e.start_ns()))
+    ]
 
 
 def _median(comm: mc.MoeComm, exchange: Exchange, between: Callable[[], Any]) -> dict[str, float]:
@@ -141,22 +202,19 @@ def _once(torch: Any, work: Callable[[], Any]) -> float:
     return float(begin.elapsed_time(end)) * 1e3
 
 
-def _cycles_a_us(torch: Any) -> float:
-    cycles = 10_000_000
-    return cycles / _once(torch, lambda: torch.cuda._sleep(cycles))
-
-
 def _worst(records: tuple[dict[str, Any], ...]) -> dict[str, Any]:
-    """Of every figure the slowest rank's; of what is hidden, the least."""
+    """Of every figure the slowest rank's; the first rank's trace."""
     merged: dict[str, Any] = {}
     for key, first in records[0].items():
         values = [record[key] for record in records if key in record]
         if isinstance(first, dict):
             merged[key] = _worst(tuple(values))
+        elif key == "trace":
+            merged[key] = first
         elif isinstance(first, list):
             merged[key] = [item for value in values for item in value]
         else:
-            merged[key] = min(values) if key == "hidden" else max(values)
+            merged[key] = max(values)
     return merged
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import moecomm as mc
 from moecomm.layout import Layout
 from moecomm.remote import Remote, RemoteAreas
-from moecomm.remote_words import Door, Kind, Plan, RemoteWords, parse
+from moecomm.remote_words import Door, Kind, Move, Plan, RemoteWords, parse
 from moecomm.transport.base import Region
 from moecomm.transport.engine.blocks import Block
 from moecomm.transport.engine.commands import Place
@@ -27,6 +27,7 @@ FOLDER = Path(mover_module.__file__).parent
 FILES = ("words", "arriving", "sending", "failing", "program")
 CFG = mc.MoeConfig(num_experts=4, top_k=2, hidden=16, max_tokens=6, in_flight=2, wire="flags")
 PRIVATE = 2
+MOST_ROWS = 3
 ROOM = 64
 
 
@@ -36,6 +37,11 @@ def load(address: int) -> int:
 
 def store(address: int, value: int) -> None:
     ctypes.c_int64.from_address(address).value = value
+
+
+def stamp(kind: int, slot: int, source: int, dest: int, epoch: int) -> int:
+    """What every word of a write says."""
+    return ((kind * 64 + slot) * 16 + source) * 16 + dest << 32 | epoch
 
 
 def sources(old: str = "", new: str = "") -> str:
@@ -147,6 +153,17 @@ class Kernels:
                 yield True
         came = (kind, self.slot, peer, self.rank, self.epoch)
         assert came in self.world.delivered, f"told too early: {came}"
+        if kind < Kind.ACK:
+            move = self.world.move(*came)
+            found = self.world.bytes_at(self.rank, move.dst, move.nbytes)
+            assert set(found) <= {stamp(*came)}, f"not there: {came}"
+
+    def pack(self, kind: Kind, peer: int) -> None:
+        """What is to go to a peer, every word of it saying so."""
+        world, of = self.world, (kind, self.slot, self.rank, peer, self.epoch)
+        move = world.move(*of)
+        words = world.bytes_at(self.rank, move.src, move.nbytes)
+        words[:] = [stamp(*of)] * len(words)
 
     def ring(self, door: Door) -> None:
         store(self.word(self.words.door(self.slot, door)), self.epoch)
@@ -173,6 +190,8 @@ class Kernels:
             self.plan(peer, RECORD_FIRST=first, RECORD_COUNT=count)
             first += count
         for door in (Door.HEAD, Door.PRIVATE, Door.RECORDS):
+            for peer in others:
+                self.pack(Kind(door), peer)
             self.ring(door)
             yield True
         ending = world.ending(self.slot, self.epoch)
@@ -190,7 +209,9 @@ class Kernels:
             return
         for peer in others:
             rows = world.rows(self.slot, self.rank, peer, self.epoch)
-            self.plan(peer, ROW_FIRST=peer, ROW_COUNT=rows, ROW_BASE=self.rank)
+            base = MOST_ROWS * self.rank
+            self.plan(peer, ROW_FIRST=MOST_ROWS * peer, ROW_COUNT=rows, ROW_BASE=base)
+            self.pack(Kind.ROWS, peer)
         self.ring(Door.ROWS)
         yield True
         for peer in others:
@@ -207,7 +228,8 @@ class World:
         assert layout.areas is not None
         self.areas: RemoteAreas = layout.areas
         self.flags = [Block(self.areas.flags.nbytes) for _ in range(num_ranks)]
-        self.flying: list[tuple[int, ...]] = []
+        self.bulk = [Block(self.areas.bulk.nbytes) for _ in range(num_ranks)]
+        self.flying: list[tuple[tuple[Any, ...], bool, bool]] = []
         self.delivered: set[tuple[int, ...]] = set()
         self.posted: list[tuple[int, ...]] = []
         self.kernels: list[Kernels] = []
@@ -242,7 +264,26 @@ class World:
 
     def _regions(self, rank: int) -> tuple[Region, Region]:
         flags = Region(self.flags[rank].address, self.areas.flags.nbytes)
-        return flags, Region((rank + 1) << 40, self.areas.bulk.nbytes)
+        return flags, Region(self.bulk[rank].address, self.areas.bulk.nbytes)
+
+    def bytes_at(self, rank: int, offset: int, nbytes: int) -> Any:
+        """Of ``bulk`` of a rank, as words."""
+        return (ctypes.c_int64 * (nbytes // 8)).from_address(self.bulk[rank].address + offset)
+
+    def move(self, kind: Kind, slot: int, rank: int, peer: int, epoch: int) -> Move:
+        """What a write from ``rank`` carries, as ``remote_words`` says."""
+        words = RemoteWords(self.areas, rank)
+        count = self.records(slot, rank, peer, epoch)
+        lower = [p for p in self.others(rank) if p < peer]
+        first = sum(self.records(slot, rank, p, epoch) for p in lower)
+        if kind is Kind.HEAD:
+            return words.head(slot, peer)
+        if kind is Kind.PRIVATE:
+            return words.private(slot, first, count)
+        if kind is Kind.RECORDS:
+            return words.records(slot, first, count)
+        rows = self.rows(slot, rank, peer, epoch)
+        return words.rows(slot, MOST_ROWS * peer, rows, MOST_ROWS * rank)
 
     # What is exchanged: numbers from the seed, the same whoever asks.
     def _number(self, most: int, *of: int) -> int:
@@ -253,7 +294,7 @@ class World:
         return self._number(min(most, 4), 1, slot, source, dest, epoch)
 
     def rows(self, slot: int, source: int, dest: int, epoch: int) -> int:
-        return self._number(3, 2, slot, source, dest, epoch)
+        return self._number(MOST_ROWS, 2, slot, source, dest, epoch)
 
     def ending(self, slot: int, epoch: int) -> str:
         return ("rows", "rows", "ack", "overflow")[self._number(3, 3, slot, epoch)]
@@ -266,50 +307,47 @@ class World:
         assert 0 <= nic < 2
         self.posted.append((kind, slot, rank, peer))
         if kind > Kind.ACK:
-            self._fly(rank, op, peer, imm, -1)
+            self._fly(rank, op, peer, imm, -1, Move(0, 0, 0))
             return
         epoch = load(self.movers[rank]._at("slots") + P.SLOT_BYTES * slot + P.SLOT_EPOCH)
         assert low == epoch & 8191
-        self._check(rank, peer, Kind(kind), slot, epoch, local, nbytes, remote)
+        move = self._check(rank, peer, Kind(kind), slot, epoch, local, nbytes, remote)
         assert (local_key, remote_key) == ((100 + nic, 200 + nic) if nbytes else (12, 14))
-        self._fly(rank, op, peer, imm, epoch)
+        self._fly(rank, op, peer, imm, epoch, move)
 
     def _check(
         self, rank: int, peer: int, kind: Kind, slot: int, epoch: int,
         local: int, nbytes: int, remote: int,
-    ) -> None:  # fmt: skip
+    ) -> Move:  # fmt: skip
         """A write is what the positions of ``remote_words`` say, for what this epoch exchanges."""
-        words = RemoteWords(self.areas, rank)
-        count = self.records(slot, rank, peer, epoch)
-        lower = [p for p in self.others(rank) if p < peer]
-        first = sum(self.records(slot, rank, p, epoch) for p in lower)
-        if kind is Kind.HEAD:
-            move = words.head(slot, peer)
-        elif kind is Kind.PRIVATE:
-            assert count > 0
-            move = words.private(slot, first, count)
-        elif kind is Kind.RECORDS:
-            assert count > PRIVATE
-            move = words.records(slot, first, count)
-        elif kind is Kind.ROWS:
-            move = words.rows(slot, peer, self.rows(slot, rank, peer, epoch), rank)
-        else:
+        if kind is Kind.ACK:
             assert (nbytes, local, remote) == (0, 11, 13)
-            return
+            return Move(0, 0, 0)
+        count = self.records(slot, rank, peer, epoch)
+        assert kind is not Kind.PRIVATE or count > 0
+        assert kind is not Kind.RECORDS or count > PRIVATE
+        move = self.move(kind, slot, rank, peer, epoch)
         assert nbytes == move.nbytes, (kind.name, nbytes, move)
         if nbytes:
-            assert local == ((rank + 1) << 40) + move.src, kind.name
-            assert remote == ((peer + 1) << 40) + move.dst, kind.name
+            assert local == self.bulk[rank].address + move.src, kind.name
+            assert remote == self.bulk[peer].address + move.dst, kind.name
+        return move
 
     def deliver(self) -> None:
         """One event, any one: a write's completion here, or its arrival there; some are slow."""
         if not self.flying:
             return
         at = self.random.randrange(len(self.flying))
-        if self.flying[at][5] and self.random.random() < 0.97:
+        write, arrives, slow = self.flying[at]
+        if slow and self.random.random() < 0.97:
             return
-        rank, op, peer, imm, epoch, _ = self.flying.pop(at)
-        if op >= 0:
+        del self.flying[at]
+        rank, op, peer, imm, epoch, move, moved = write
+        if not moved:  # at the latest when either end is told
+            data = list(self.bytes_at(rank, move.src, move.nbytes))
+            self.bytes_at(peer, move.dst, move.nbytes)[:] = data
+            moved.append(True)
+        if not arrives:
             self.engines[rank].pending[op] -= 1
             self.engines[rank].queued -= 1
             return
@@ -318,9 +356,10 @@ class World:
             self.delivered.add((kind, slot, rank, peer, epoch))
         self.engines[peer].inbox.append(imm)
 
-    def _fly(self, rank: int, op: int, peer: int, imm: int, epoch: int) -> None:
-        self.flying.append((rank, op, peer, imm, epoch, False))
-        self.flying.append((rank, -1, peer, imm, epoch, self.random.random() < 0.1))
+    def _fly(self, rank: int, op: int, peer: int, imm: int, epoch: int, move: Move) -> None:
+        write = (rank, op, peer, imm, epoch, move, [])
+        self.flying.append((write, False, False))
+        self.flying.append((write, True, self.random.random() < 0.1))
 
     def anything(self) -> None:
         """Between two loads of a mover: kernels, or the network."""
