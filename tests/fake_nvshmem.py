@@ -54,6 +54,11 @@ class FakeLibrary:
         with (self.folder / f"pe{rank}").open("wb") as file:
             file.truncate(HEAP_BYTES)
 
+    def finalize(self) -> None:
+        self.calls["finalize"] += 1
+        self._used = 0
+        self._maps.clear()
+
     def allocate(self, nbytes: int) -> int:
         self.calls["allocate"] += 1
         if self._used + nbytes > self.room:

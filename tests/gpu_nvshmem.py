@@ -6,6 +6,7 @@ import os
 import time
 from typing import Any
 
+import gpu_ranks
 import pytest
 from exchange import make_case
 from gpu_exchange import OnGpu, on_device
@@ -13,6 +14,7 @@ from gpu_ranks import _until_timeout, _warmed_up
 
 import moecomm as mc
 from moecomm.runtime import nvshmem
+from moecomm.transport.nvshmem import finalize
 
 
 def kind_of_peers(group: mc.Group, cfg: mc.MoeConfig) -> str:
@@ -37,6 +39,17 @@ def die_or_survive(group: mc.Group, cfg: mc.MoeConfig) -> tuple[str, int, float]
     error = _until_timeout(comm, given)
     comm.close()
     return error.phase, error.peer, time.monotonic() - started
+
+
+def start_again(group: mc.Group, cfg: mc.MoeConfig, times: int) -> None:
+    """NVSHMEM finalised after each, in turn with the ranks in order and from the last."""
+    turned = group.subgroup(range(group.size)[::-1])
+    assert turned is not None
+    for n in range(times):
+        ranks = (group, turned)[n % 2]
+        gpu_ranks.exchange_all(ranks, [(cfg, None)], 3)
+        finalize(ranks, 60)
+        group.barrier(60)
 
 
 def two_at_once(group: mc.Group, configs: list[mc.MoeConfig], rounds: int) -> None:

@@ -73,6 +73,10 @@ def test_opening_and_closing(peers: str) -> None:
     run(gpu_ranks.open_and_close, 2, BF16, 12, None)
 
 
+def test_finalized_and_started_again(peers: str) -> None:
+    run(gpu_nvshmem.start_again, 2, BF16, 3)
+
+
 def test_two_communicators_at_once(peers: str) -> None:
     run(gpu_nvshmem.two_at_once, 2, [BF16, CONFIGS[5][0]], 20)
 

@@ -22,7 +22,7 @@ from moecomm.kernels import nvshmem_link
 from moecomm.kernels.nvshmem_link import Copy
 from moecomm.kernels.stages import STAGES
 from moecomm.remote import Remote
-from moecomm.transport.nvshmem import NvshmemMemory
+from moecomm.transport.nvshmem import NvshmemMemory, finalize
 
 GPUS = [FakeGpu("GPU-a"), FakeGpu("GPU-b")]
 MiB = 1 << 20
@@ -126,7 +126,36 @@ def other_order(group: mc.Group, library: FakeLibrary) -> str:
 def test_other_ranks_need_other_processes(tmp_path: Path) -> None:
     first, second = run(2, tmp_path, other_order)
     assert first == second
-    assert "once, for one list of ranks" in first
+    assert "for one list of ranks at a time" in first
+
+
+def finalize_and_start(group: mc.Group, library: FakeLibrary) -> None:
+    texts = []
+    with pytest.raises(mc.StateError) as caught:
+        finalize(group)
+    texts.append(str(caught.value))
+    first = NvshmemMemory(group, 0)
+    first.allocate(MiB)
+    if group.rank == 0:
+        first.close()
+    group.barrier()
+    with pytest.raises(mc.StateError) as caught:
+        finalize(group)
+    texts.append(str(caught.value))
+    assert "rank 0: new; rank 1: new" in texts[0]
+    assert "ranks 1 still have communicators open" in texts[1]
+    group.barrier()
+    first.close()
+    finalize(group)
+    with NvshmemMemory(group, 0) as again:
+        region = again.allocate(MiB)
+        assert conformance.read(region) == bytes(MiB)
+        group.barrier()
+    assert (library.calls["init"], library.calls["finalize"]) == (2, 1)
+
+
+def test_finalized_and_started_again(tmp_path: Path) -> None:
+    run(2, tmp_path, finalize_and_start)
 
 
 def fill_up(group: mc.Group, library: FakeLibrary) -> str:

@@ -24,6 +24,18 @@ from moecomm.transport.nvshmem_heap import Block, Heap
 logger = logging.getLogger(__name__)
 
 
+def finalize(group: Group, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Stop NVSHMEM in the processes of ``group``, which gives its heap back; the next communicator
+    starts it anew, for any ranks. Collective; without it NVSHMEM runs until the process ends.
+
+    Raises:
+        StateError: NVSHMEM does not run for exactly these ranks, or one of them has a communicator
+            open; on every rank.
+        PeerTimeout: a rank did not come.
+    """
+    nvshmem_heap.finalize(group, timeout_s)
+
+
 class NvshmemMemory:
     """``Memory`` in the symmetric heap. Constructing is collective.
 

@@ -1,9 +1,9 @@
-"""The symmetric heap of this process: NVSHMEM is started once, for one list of ranks.
+"""The symmetric heap of this process: NVSHMEM runs for one list of ranks at a time.
 
 Starting, allocating and freeing are collective in NVSHMEM; closing a communicator is not. So what
 a communicator gives back waits here until all ranks have given it back, which they find out at
-their next allocation: then it is used again, or freed. NVSHMEM itself goes on until the process
-ends, since stopping it would wait for every rank, also for one that has died.
+their next allocation: then it is used again, or freed. NVSHMEM itself goes on until all ranks
+``finalize``, or the process ends: stopping it waits for every rank, also for one that has died.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 
 from moecomm.addresses import process
 from moecomm.cuda_driver import free_bytes
-from moecomm.errors import OutOfMemory, TransportUnavailable
+from moecomm.errors import OutOfMemory, StateError, TransportUnavailable
 from moecomm.group import Group
 from moecomm.transport import nvshmem_library
 from moecomm.transport.nvshmem_library import Library, bounded
@@ -53,6 +53,7 @@ class Heap:
         self._lock = threading.Lock()
         self._serial = 0
         self._free: dict[int, Block] = {}  # by serial
+        self._used: set[int] = set()  # serials
 
     def allocate(self, group: Group, nbytes: int, timeout_s: float) -> Block:
         """At least ``nbytes``; contents are of no meaning. Collective.
@@ -67,6 +68,7 @@ class Heap:
             found = next((block for block in common if block.nbytes == padded), None)
             if found is not None:
                 del self._free[found.serial]
+                self._used.add(found.serial)
                 return found
             for block in common:
                 del self._free[block.serial]
@@ -77,12 +79,29 @@ class Heap:
                 where = f"NVSHMEM's heap on GPU {self.index} ({SIZE_VARIABLE}={size})"
                 raise OutOfMemory(padded, free_bytes(self.index), where)
             self._serial += 1
+            self._used.add(self._serial)
             return Block(self._serial, address, padded)
 
     def give_back(self, block: Block) -> None:
         """The block is of no more use to this rank. Not collective."""
         with self._lock:
+            self._used.discard(block.serial)
             self._free[block.serial] = block
+
+    def finalize(self, group: Group, timeout_s: float) -> None:
+        """Stop NVSHMEM: the heap is gone. Collective.
+
+        Raises:
+            StateError: a rank still uses memory of the heap; on every rank.
+            PeerTimeout: a rank did not come.
+        """
+        told = group.all_gather(str(len(self._used)).encode(), timeout_s, "nvshmem_finalize")
+        users = [str(rank) for rank, blob in enumerate(told) if int(blob)]
+        if users:
+            raise StateError(
+                f"finalize: ranks {', '.join(users)} still have communicators open: close them"
+            )
+        self._call("nvshmem_finalize", lambda _: self.library.finalize(), 0, timeout_s)
 
     def _common(self, group: Group, timeout_s: float) -> list[Block]:
         """Blocks that no rank uses any more; the same list everywhere."""
@@ -136,6 +155,27 @@ def start(group: Group, index: int, heap_bytes: int, timeout_s: float) -> Heap:
         return _heap
 
 
+def finalize(group: Group, timeout_s: float) -> None:
+    """See ``moecomm.transport.nvshmem.finalize``."""
+    global _heap
+    members = [blob.decode() for blob in group.all_gather(process().encode(), timeout_s)]
+    with _lock:
+        state = "new"
+        if _heap is not None:
+            state = "same" if _heap.members == members else f"{len(_heap.members)} ranks"
+        told = group.all_gather(state.encode(), timeout_s, "nvshmem_finalize")
+        if any(blob != b"same" for blob in told):
+            states = "; ".join(f"rank {rank}: {b.decode()}" for rank, b in enumerate(told))
+            raise StateError(
+                "finalize: all ranks for which NVSHMEM runs must call it, in the same order; these "
+                f"{group.size} find it as follows: {states} (new: it does not run)"
+            )
+        assert _heap is not None
+        _heap.finalize(group, timeout_s)
+        logger.info("rank %d: NVSHMEM is finalised", group.rank)
+        _heap = None
+
+
 def other_rank(rank: int, size: int) -> int:
     """Stands for all that may be missing."""
     return (rank + 1) % size
@@ -155,8 +195,9 @@ def _agree(
     if len({message["state"] for message in told}) > 1 or state not in ("new", "same"):
         states = "; ".join(f"rank {rank}: {m['state']}" for rank, m in enumerate(told))
         raise TransportUnavailable(
-            "transport='nvshmem': a process can start NVSHMEM once, for one list of ranks; these "
+            "transport='nvshmem': in a process NVSHMEM runs for one list of ranks at a time; these "
             f"{group.size} ranks find it as follows: {states}. Use the same ranks, in the same "
-            "order and on the same GPUs, or new processes"
+            "order and on the same GPUs, or let those for which it runs finalize first "
+            "(moecomm.transport.nvshmem.finalize)"
         )
     return bytes.fromhex(told[0]["id"])

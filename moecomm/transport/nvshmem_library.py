@@ -32,6 +32,7 @@ class Library:
         self._host.nvshmem_malloc.argtypes = [ctypes.c_size_t]
         self._host.nvshmem_free.restype = None
         self._host.nvshmem_free.argtypes = [ctypes.c_void_p]
+        self._host.nvshmemx_hostlib_finalize.restype = None
         parts = [ctypes.c_int() for _ in range(3)]
         bindings.vendor_get_version_info(*map(ctypes.addressof, parts))
         self.path = path
@@ -60,6 +61,10 @@ class Library:
                 f"nvshmem_init: no heap on this process's GPU (nvshmemx_init_status is {status})",
                 transport="nvshmem", operation="nvshmem_init", code=status,
             )  # fmt: skip
+
+    def finalize(self) -> None:
+        """Give the heap back. Collective; afterwards ``init`` may be called again."""
+        self._host.nvshmemx_hostlib_finalize()
 
     def allocate(self, nbytes: int) -> int:
         """Address of new symmetric memory; 0: the heap has no room. Collective."""
