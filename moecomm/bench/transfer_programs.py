@@ -18,7 +18,7 @@ WINDOW: Final = 48
 START: Final = 56
 END: Final = 64
 FIRST: Final = 72
-TURN: Final = 80  # 1: this rank sends next
+TURN: Final = 80  # 1: this rank sends next; turns before a burst
 TARGETS: Final = 88  # number of targets below
 TARGET: Final = 128  # peer, remote address, remote key of each
 TARGET_BYTES: Final = 24
@@ -81,7 +81,7 @@ def PINGPONG(state):
 
 @hook("int64(int64)")
 def BURST(state):
-    """One write to each target; ``START`` is before the first is queued."""
+    """One write to each target, after ``TURN`` turns; ``START`` is before the first is queued."""
     engine, op = ld64(state + ENGINE), ld64(state + OP)
     if ld64(state + END) != 0:
         return 0
@@ -89,6 +89,10 @@ def BURST(state):
         if P.is_done(engine, op):
             st64(state + END, P.clock_ns(engine))
         return 1
+    turns = ld64(state + TURN)
+    if turns > 0:
+        st64(state + TURN, turns - 1)
+        return 0
     st64(state + START, P.clock_ns(engine))
     count = ld64(state + TARGETS)
     P.begin(engine, op, count)

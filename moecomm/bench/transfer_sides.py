@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as C
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +22,8 @@ from moecomm.transport.engine.blocks import Block
 
 _FLAGS: Final = ("-O2", "-shared", "-fPIC")
 _WAIT_S: Final = 120.0
+_PENDING: Final = 1
+_TURNS: Final = 200  # of the loop before a burst: a worker that has work to do is not just awake
 
 
 class _Target(C.Structure):
@@ -32,8 +34,15 @@ class _Twin(C.Structure):
     _fields_ = [
         (name, C.c_uint64)
         for name in (
-            "writemsg", "read", "ep", "cq", "contexts", "depth", "flags", "local", "desc", "spin",
+            "writemsg", "read", "ep", "cq", "contexts", "flags", "local", "desc", "spin",
         )
+    ]  # fmt: skip
+
+
+class _Burst(C.Structure):
+    _fields_ = [
+        ("twin", C.c_void_p), ("targets", C.c_void_p), ("count", C.c_int64), ("nbytes", C.c_uint64),
+        ("turns", C.c_int64), ("start", C.c_int64), ("status", C.c_int64),
     ]  # fmt: skip
 
 
@@ -53,7 +62,7 @@ def compile_twin() -> Any:
 
     path = default_cache().get(key_of(source, *command), ".so", build, what="the C side")
     library = C.CDLL(str(path))
-    for name in ("stream", "pingpong", "burst"):
+    for name in ("stream", "pingpong"):
         getattr(library, name).restype = C.c_int64
     return library
 
@@ -84,7 +93,6 @@ class Sides:
             ep=word(hooks.state, hot.EP),
             cq=word(hooks.state, hot.CQ),
             contexts=word(hooks.state, hot.CONTEXTS),
-            depth=word(hooks.state, hot.NUM_CONTEXTS),
             flags=word(hooks.state, hot.FLAGS),
             local=local.address,
             desc=local.key,
@@ -112,14 +120,16 @@ class Sides:
         return self._c(self._library.pingpong, nbytes, C.c_int64(count), int(first))
 
     def c_burst(self, nbytes: int) -> float:
-        """Seconds to post one write to every target, by C."""
-        C.c_uint64.in_dll(self._library, "real_writemsg").value = self._twin.writemsg
-        with self._engine._resources.worker.paused():
-            code = self._library.burst(
-                C.byref(self._twin), self._targets, C.c_int64(len(self._targets)),
-                C.c_uint64(nbytes),
-            )  # fmt: skip
-        return _seconds(code)
+        """Seconds to post one write to every target, by C in the place of the engine's program."""
+        burst = _Burst(
+            C.addressof(self._twin), C.addressof(self._targets), len(self._targets), nbytes,
+            _TURNS, 0, _PENDING,
+        )  # fmt: skip
+        self._time_posts()
+        self._engine.set_program(_address(self._library.burst), C.addressof(burst))
+        self._wait_for(lambda: burst.status != _PENDING)
+        self._engine.set_program(0)
+        return _seconds(burst.status or self._last_post() - burst.start)
 
     def stream(self, nbytes: int, count: int, window: int) -> float:
         """Seconds for so many writes to the first target, by the engine."""
@@ -133,15 +143,20 @@ class Sides:
     def burst(self, nbytes: int) -> float:
         """Seconds to post one write to every target, by the engine, from the program's first
         command to the return of the last post."""
-        timed = C.cast(self._library.timed_writemsg, C.c_void_p).value or 0
-        C.c_uint64.in_dll(self._library, "real_writemsg").value = self._twin.writemsg
-        self._patch(timed)
+        self._time_posts()
+        self._patch(_address(self._library.timed_writemsg))
         try:
-            self._run(programs.BURST, nbytes, {})
+            self._run(programs.BURST, nbytes, {programs.TURN: _TURNS})
         finally:
             self._patch(self._twin.writemsg)
-        last = C.c_int64.in_dll(self._library, "last_post").value
-        return _seconds(last - self._get(programs.START))
+        return _seconds(self._last_post() - self._get(programs.START))
+
+    def _time_posts(self) -> None:
+        C.c_uint64.in_dll(self._library, "real_writemsg").value = self._twin.writemsg
+        C.c_int64.in_dll(self._library, "posts_left").value = len(self._targets)
+
+    def _last_post(self) -> int:
+        return C.c_int64.in_dll(self._library, "last_post").value
 
     def _patch(self, function: int) -> None:
         with self._engine._resources.worker.paused():
@@ -152,16 +167,19 @@ class Sides:
         for offset, value in {**start, **words}.items():
             self._set(offset, value)
         self._engine.set_program(program, self._state.address)
-        deadline = time.monotonic() + _WAIT_S
-        while self._get(programs.END) == 0:
-            self._engine.progress()
-            if time.monotonic() > deadline:
-                raise TransportError("the benchmark got stuck", operation="bench")
-            time.sleep(0.005)  # seldom: this thread must not take the worker's processor
+        self._wait_for(lambda: self._get(programs.END) != 0)
         while self._engine.program_pending(self._get(programs.OP)):
             time.sleep(0.0005)
         self._engine.set_program(0)
         return _seconds(self._get(programs.END) - self._get(programs.START))
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _WAIT_S
+        while not condition():
+            self._engine.progress()
+            if time.monotonic() > deadline:
+                raise TransportError("the benchmark got stuck", operation="bench")
+            time.sleep(0.005)  # seldom: this thread must not take the worker's processor
 
     def _c(self, function: Any, nbytes: int, *arguments: Any) -> float:
         with self._engine._resources.worker.paused():
@@ -173,6 +191,10 @@ class Sides:
 
     def _get(self, offset: int) -> int:
         return int(self._state.words[offset // 8])
+
+
+def _address(function: Any) -> int:
+    return C.cast(function, C.c_void_p).value or 0
 
 
 def _seconds(nanoseconds: int) -> float:
