@@ -11,7 +11,7 @@ from typing import Final
 
 from moecomm.transport.efa import abi as A
 from moecomm.transport.engine import records as R
-from moecomm.transport.engine.jit import hook, inner
+from moecomm.transport.engine.jit import flat, hook, inner
 from moecomm.transport.engine.native import c_function, ld8, ld32, ld64, st32, st64
 
 STATE_BYTES: Final = 1024
@@ -52,7 +52,7 @@ _EAGAIN = -A.FI_EAGAIN
 _EAVAIL = -A.FI_EAVAIL
 
 
-@inner
+@flat
 def _write(state, post, flags):
     message = state + MSG_RMA
     st64(state + IOV + A.IOV_BASE, ld64(post + R.POST_LOCAL))
@@ -124,7 +124,7 @@ def _post_receives(state):
     return 0
 
 
-@inner
+@flat
 def _slot(state, context):
     """Which post a context belongs to; -1: none."""
     offset = context - ld64(state + CONTEXTS)
@@ -170,7 +170,7 @@ def _received(state, entry, event):
     return True
 
 
-@inner
+@flat
 def _event(state, entry, event):
     """Turn a completion into an event; whether it makes sense.
 

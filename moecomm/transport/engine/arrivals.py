@@ -8,7 +8,7 @@ expectation therefore count, and nothing is reset.
 from __future__ import annotations
 
 from moecomm.transport.engine import state as S
-from moecomm.transport.engine.jit import inner
+from moecomm.transport.engine.jit import flat, inner
 from moecomm.transport.engine.native import c_function, fence, ld64, st32, st64, st64_release
 
 _c_calloc = c_function("i64", "i64", "i64")
@@ -21,7 +21,7 @@ def publish(address, value):
     fence()
 
 
-@inner
+@flat
 def counter_of(engine, imm):
     """Address of the counter of ``imm``; 0 when there is no memory left."""
     entry = ld64(engine + S.IMM_DIRECTORY) + (imm >> S.IMM_LEAF_BITS) * 8
@@ -48,7 +48,7 @@ def finish(engine, op):
         st64_release(engine + S.DONE_TAIL, tail + 1)
 
 
-@inner
+@flat
 def piece_done(engine, op, code, detail, channel):
     """One post of the operation is done; ``code`` 0 when it went well."""
     record = ld64(engine + S.OPERATIONS) + op * S.OP_BYTES
@@ -64,7 +64,7 @@ def piece_done(engine, op, code, detail, channel):
         finish(engine, op)
 
 
-@inner
+@flat
 def settle(engine, counter):
     """Finish the operation that waits for this counter, if enough has come."""
     wanted = ld64(counter + S.IMM_WANTED)
@@ -75,7 +75,7 @@ def settle(engine, counter):
         piece_done(engine, ld64(counter + S.IMM_OP), 0, 0, 0)
 
 
-@inner
+@flat
 def arrive(engine, imm):
     """Count one arrival; whether there was memory for its counter."""
     counter = counter_of(engine, imm)

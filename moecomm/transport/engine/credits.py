@@ -24,13 +24,13 @@ from __future__ import annotations
 
 from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
-from moecomm.transport.engine.jit import inner
+from moecomm.transport.engine.jit import flat, inner
 from moecomm.transport.engine.lines import channel_at, nic_at, owe
 from moecomm.transport.engine.native import ld32, ld64, ld64_acquire, st8, st16, st32, st64
 from moecomm.transport.engine.posting import add_to_batch, make_room, may_post
 
 
-@inner
+@flat
 def serve_credits(engine, scratch):
     """Post the credit writes that are owed, as far as queues have room; how many."""
     head = ld64(engine + S.CONTROL_HEAD)

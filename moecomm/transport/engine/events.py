@@ -6,7 +6,7 @@ from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.arrivals import arrive, piece_done
 from moecomm.transport.engine.credits import grant
-from moecomm.transport.engine.jit import inner
+from moecomm.transport.engine.jit import flat, inner
 from moecomm.transport.engine.lines import channel_at, free_slot, nic_at, owe, slot_at
 from moecomm.transport.engine.native import (
     c_function,
@@ -33,7 +33,7 @@ def end_engine(engine, code, detail, nic):
         st64_release(engine + S.FAULT, code)
 
 
-@inner
+@flat
 def _completed(engine, nic_index, event, failed):
     nic, slot = nic_at(engine, nic_index), ld64(event + R.EVENT_CONTEXT)
     record = slot_at(nic, slot)
@@ -64,7 +64,7 @@ def _completed(engine, nic_index, event, failed):
         end_channel(engine, index, code, detail)
 
 
-@inner
+@flat
 def _arrived(engine, nic_index, imm):
     inbox = ld64(engine + S.INBOX)
     if inbox == 0:
@@ -92,7 +92,7 @@ def _received(engine, nic_index, event):
     st64_release(engine + S.MESSAGE_TAIL, tail + 1)
 
 
-@inner
+@flat
 def poll(engine, nic_index):
     """Take what a NIC has to tell; how many events."""
     nic = nic_at(engine, nic_index)

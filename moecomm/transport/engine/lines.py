@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
-from moecomm.transport.engine.jit import inner
+from moecomm.transport.engine.jit import flat, inner
 from moecomm.transport.engine.native import ld8, ld32, ld64, st32, st64
 
 
@@ -109,7 +109,7 @@ def stand_first(engine, index, command):
     activate(engine, index)
 
 
-@inner
+@flat
 def leave_line(engine, channel):
     """Remove the first of a line."""
     number = ld64(channel + S.CH_FIRST)
@@ -127,7 +127,7 @@ def slot_at(nic, slot):
     return ld64(nic + S.NIC_SLOTS) + slot * S.SLOT_BYTES
 
 
-@inner
+@flat
 def free_slot(nic, slot):
     """First in, first out: a completion that comes twice then finds its slot free."""
     st32(slot_at(nic, slot) + S.SLOT_STATE, S.SLOT_FREE)

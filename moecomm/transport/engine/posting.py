@@ -5,7 +5,7 @@ from __future__ import annotations
 from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.arrivals import piece_done
-from moecomm.transport.engine.jit import inner
+from moecomm.transport.engine.jit import flat, inner
 from moecomm.transport.engine.lines import (
     activate,
     causes_arrival,
@@ -37,7 +37,7 @@ def may_post(nic, channel):
     )
 
 
-@inner
+@flat
 def add_to_batch(engine, nic, channel, index, post, op, kind):
     """Give the post a slot and its place in the batch; there is room for both."""
     head = ld64(nic + S.NIC_FREE_HEAD)
@@ -65,7 +65,7 @@ def make_room(engine, nic):
         flush(engine, nic)
 
 
-@inner
+@flat
 def admit(engine, nic, channel, index, command):
     """Post the command with the next batch if queues and credits allow; whether they do."""
     if not may_post(nic, channel) or is_closed_to(channel, command):
@@ -84,13 +84,18 @@ def admit(engine, nic, channel, index, command):
     return True
 
 
-@inner
+@flat
 def serve_lines(engine, limit):
     """Post from the lines of up to ``limit`` channels; how many commands."""
+    waiting = ld64(engine + S.ACTIVE_TAIL) - ld64(engine + S.ACTIVE_HEAD)
+    return _serve(engine, min(waiting, limit)) if waiting > 0 else 0
+
+
+@inner
+def _serve(engine, count):
     head = ld64(engine + S.ACTIVE_HEAD)
-    waiting = ld64(engine + S.ACTIVE_TAIL) - head
     moved = 0
-    for turn in range(min(waiting, limit)):
+    for turn in range(count):
         place = (head + turn) & (ld64(engine + S.ACTIVE_SIZE) - 1)
         index = ld32(ld64(engine + S.ACTIVE) + place * 4)
         st64(engine + S.ACTIVE_HEAD, head + turn + 1)
@@ -114,17 +119,22 @@ def serve_lines(engine, limit):
 # ---- Batches ------------------------------------------------------------------------------------
 
 
-@inner
+@flat
 def flush(engine, nic):
-    """Hand the batch to the NIC; what it does not take stays for the next turn.
+    """Hand the batch to the NIC; what it does not take stays for the next turn."""
+    if ld64(nic + S.NIC_BATCH_COUNT) > 0:
+        _hand_over(engine, nic)
+
+
+@inner
+def _hand_over(engine, nic):
+    """What ``flush`` does with a batch that is not empty.
 
     A full queue and a peer that cannot take anything look alike. Most refusals are full queues,
     and soon over. A post that is refused turn after turn goes back to its channel's line, so that
     others get past it, and the channel may try one post at a time until it completes something.
     """
     left = ld64(nic + S.NIC_BATCH_COUNT)
-    if left == 0:
-        return
     batch = first = ld64(nic + S.NIC_BATCH)
     while left > 0:
         accepted = _c_post(ld64(nic + S.NIC_POST), ld64(nic + S.NIC_STATE), first, left)

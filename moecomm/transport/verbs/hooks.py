@@ -73,7 +73,7 @@ _post_c: Final = native.c_function("i32", "i64", "i64", "i64")
 _poll_c: Final = native.c_function("i32", "i64", "i32", "i64")
 
 
-@jit.inner
+@jit.flat
 def _swap32(value):  # type: ignore[no-untyped-def]
     """Between the host's and the wire's byte order."""
     return (
@@ -84,7 +84,7 @@ def _swap32(value):  # type: ignore[no-untyped-def]
     )
 
 
-@jit.inner
+@jit.flat
 def _fill(state, request, sge, post):  # type: ignore[no-untyped-def]
     """Make the n-th send request of the chain from a post."""
     nbytes, key, flags = ld64(post + POST_NBYTES), ld64(post + POST_LOCAL_KEY), SEND_SIGNALED
@@ -108,7 +108,7 @@ def _fill(state, request, sge, post):  # type: ignore[no-untyped-def]
     st32(request + SEND_WR_FLAGS, flags)
 
 
-@jit.inner
+@jit.flat
 def _chain(state, posts, count):  # type: ignore[no-untyped-def]
     """Make one chain of the first posts that go to one queue pair; how many those are."""
     requests, sges = ld64(state + S.REQUESTS), ld64(state + S.SGES)
@@ -148,7 +148,7 @@ def post(state, posts, count):  # type: ignore[no-untyped-def]
     return accepted
 
 
-@jit.inner
+@jit.flat
 def _renew_messages(state):  # type: ignore[no-untyped-def]
     """Post the message buffers again that the program has read; 0, or a negative error number."""
     count = ld64(state + S.NUM_USED)
@@ -169,7 +169,7 @@ def _renew_messages(state):  # type: ignore[no-untyped-def]
     return -status if status > 0 else status
 
 
-@jit.inner
+@jit.flat
 def _renew_empty(state, count):  # type: ignore[no-untyped-def]
     """Post ``count`` receives of nothing, at most ``POLL_BATCH``; 0, or a negative error number."""
     if count == 0:
@@ -202,7 +202,7 @@ def _message(state, number, completion, event):  # type: ignore[no-untyped-def]
     return 1
 
 
-@jit.inner
+@jit.flat
 def _event(state, completion, event):  # type: ignore[no-untyped-def]
     """Turn a completion into an event; how many (0 or 1)."""
     number, status = ld64(completion), ld32(completion + WC_STATUS)
