@@ -112,15 +112,11 @@ class MoeComm(Communicator):
         """
         with self._lock:
             self._check_usable("dispatch_send")
-            slot = self._slots.lowest_free()
             words, num_rows, kind, code, where, _memory = self._intake.dispatch(
                 x, topk_idx, topk_weights, x_scale, num_tokens, stream
             )
-            handle = Handle(
-                self, slot, self._slots.serial, num_rows, kind, topk_weights is not None
-            )
-            self._blocks[slot].write(DISPATCH_FIELDS, words)
-            self._slots.hold(handle)
+            handle = self._slots.open(self, num_rows, kind, topk_weights is not None)
+            self._blocks[handle.slot].write(DISPATCH_FIELDS, words)
             self._launch("dispatch_send", handle, where, stream, code)
             return handle
 

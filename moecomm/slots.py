@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from moecomm.arrays import Kind
 from moecomm.errors import StateError
 from moecomm.handle import Handle, State
+
+if TYPE_CHECKING:
+    from moecomm.comm import MoeComm
 
 
 class Slots:
@@ -16,19 +22,19 @@ class Slots:
         self._handles: list[Handle | None] = [None] * in_flight
         self.serial = 0  # of the next handle
 
-    def lowest_free(self) -> int:
-        """Raise ``StateError`` if none is."""
+    def open(self, comm: MoeComm, num_rows: int, kind: Kind, weights_given: bool) -> Handle:
+        """A handle in the lowest free slot. Raise ``StateError`` if none is."""
         try:
-            return self._handles.index(None)
+            slot = self._handles.index(None)
         except ValueError:
             raise StateError(
                 f"dispatch_send: in_flight={len(self._handles)} handles are open; combine or close "
                 "one first, or raise in_flight on every rank"
             ) from None
-
-    def hold(self, handle: Handle) -> None:
-        self._handles[handle.slot] = handle
+        handle = Handle(comm, slot, self.serial, num_rows, kind, weights_given)
+        self._handles[slot] = handle
         self.serial += 1
+        return handle
 
     def holder(self, slot: int) -> Handle | None:
         return self._handles[slot]
