@@ -20,6 +20,7 @@ from moecomm.same_form import SameForm
 
 ROW_ALIGN: Final = 15  # address bits that must be 0: kernels move 16-byte words
 ITEM_ALIGN: Final = 7
+NOWHERE: Final = 1  # instead of null, where there is no memory: an address that keeps to neither
 
 
 class _Unusual(Exception):
@@ -66,21 +67,18 @@ class FastTensors:
             if form is None:
                 form = self._form(x, topk_idx, topk_weights, x_scale, num_tokens)
                 self._same_inputs.keep(self._torch, which, form, given)
-            code, rows, row_bytes, row_aligned, idx_bytes = form
-            at_x, at_idx = x.data_ptr(), topk_idx.data_ptr()  # `_address` twice costs 0.1 µs more
-            if not at_x or not at_idx or at_x & ROW_ALIGN or at_idx & ITEM_ALIGN:
-                return None
-            at_weights = weight_stride = at_scale = scale_row = scale_step = 0
-            if topk_weights is not None:
-                at_weights, weight_stride = _address(topk_weights), 4 * self._top_k
-            if x_scale is not None:
-                at_scale, scale_row, scale_step = _address(x_scale), 4 * self._num_scales, 4
-            at_num = 0 if num_tokens is None else _address(num_tokens)
+            at_x, at_idx = x.data_ptr() or NOWHERE, topk_idx.data_ptr() or NOWHERE
+            at_weights = 0 if topk_weights is None else topk_weights.data_ptr() or NOWHERE
+            at_scale = 0 if x_scale is None else x_scale.data_ptr() or NOWHERE
+            at_num = 0 if num_tokens is None else num_tokens.data_ptr() or NOWHERE
         except UNUSUAL:
             return None
+        if at_x & ROW_ALIGN or (at_idx | at_weights | at_scale | at_num) & ITEM_ALIGN:
+            return None
+        code, rows, x_row, x_aligned, scale_row, scale_step, idx_row, idx_bytes, weight_row = form
         words = (
-            at_x, row_bytes, row_aligned, at_scale, scale_row, scale_step,
-            at_idx, idx_bytes * self._top_k, idx_bytes, at_weights, weight_stride, at_num, rows,
+            at_x, x_row, x_aligned, at_scale, scale_row, scale_step,
+            at_idx, idx_row, idx_bytes, at_weights, weight_row, at_num, rows,
         )  # fmt: skip
         return words, rows, code
 
@@ -102,7 +100,7 @@ class FastTensors:
                 self._check_bound(topk_weights)
                 self._check_floats(topk_weights, self._float32, shape)
                 self._same_weights.keep(self._torch, shape, True, given)
-            return _address(topk_weights), 4 * self._top_k
+            return _address(topk_weights, ITEM_ALIGN), 4 * self._top_k
         except UNUSUAL:
             return None
 
@@ -131,28 +129,31 @@ class FastTensors:
 
     def _form(
         self, x: Any, topk_idx: Any, topk_weights: Any, x_scale: Any, num_tokens: Any
-    ) -> tuple[int, int, int, int, int]:
-        """Code of the element type, rows, bytes of a row and whether they keep ``ROW_ALIGN``, of
-        ``x``; bytes of an element of ``topk_idx``."""
+    ) -> tuple[int, ...]:
+        """Code of ``x``'s element type, and those of ``DISPATCH_FIELDS`` that are no addresses."""
         self._check_bound(x)
         shape = x.shape
         if x.dtype not in self._inputs or len(shape) != 2 or shape[0] > self._max_tokens:
             raise _Unusual
-        code, row_bytes, row_aligned, scaled = self._inputs[x.dtype]
+        code, x_row, x_aligned, scaled = self._inputs[x.dtype]
         rows = shape[0]
         self._check_floats(x, x.dtype, (rows, self._hidden))
         idx_bytes = self._check_integers(topk_idx, (rows, self._top_k))
+        weight_row = scale_row = scale_step = 0
         if topk_weights is not None:
             self._check_floats(topk_weights, self._float32, (rows, self._top_k))
+            weight_row = 4 * self._top_k
         elif self._weights_travel:
             raise _Unusual
         if scaled:
             self._check_floats(x_scale, self._float32, (rows, self._num_scales))
+            scale_row, scale_step = 4 * self._num_scales, 4
         elif x_scale is not None:
             raise _Unusual
         if num_tokens is not None and self._check_integers(num_tokens, (1,)) != 4:
             raise _Unusual
-        return code, rows, row_bytes, row_aligned, idx_bytes
+        idx_row = idx_bytes * self._top_k
+        return code, rows, x_row, x_aligned, scale_row, scale_step, idx_row, idx_bytes, weight_row
 
     def _check_floats(self, tensor: Any, dtype: Any, shape: tuple[int, ...]) -> None:
         if (
@@ -202,9 +203,9 @@ class FastTensors:
         return True
 
 
-def _address(tensor: Any, align: int = ITEM_ALIGN) -> int:
+def _address(tensor: Any, align: int) -> int:
     """Where its elements begin; raises ``UNUSUAL`` where kernels cannot begin there."""
-    at: int = tensor.data_ptr()
-    if not at or at & align:  # null: empty, or without memory of its own
+    at: int = tensor.data_ptr() or NOWHERE
+    if at & align:
         raise _Unusual
     return at
