@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,6 +82,16 @@ def test_a_tensor_is_looked_at_anew_when_it_changes_in_place() -> None:
     assert same.facts("key", (tensor, ids)) is None
     tensor.data = torch.ones(4, 3)
     assert same.facts("key", (tensor, ids)) is None
+
+
+def test_no_tensor_is_held() -> None:
+    same, tensor = SameForm(), torch.ones(3, 4)
+    for _ in range(3):
+        same.keep(torch, "key", "facts", (tensor,))
+    assert same.facts("key", (tensor,)) == "facts"
+    gone = weakref.ref(tensor)
+    del tensor
+    assert gone() is None
 
 
 class _Lax:
