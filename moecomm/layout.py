@@ -144,7 +144,11 @@ class Layout:
     @cached_property
     def meta_bytes(self) -> int:
         """Token, combine place, group, spare; then expert, place and weight of every slot."""
-        return round_up(16 + 12 * self.cfg.top_k, 16)
+        return round_up(self._meta_used, 16 if self.lines else LINE_BYTES)
+
+    @property
+    def _meta_used(self) -> int:
+        return 16 + 12 * self.cfg.top_k
 
     @property
     def record_row_offset(self) -> int:
@@ -156,8 +160,10 @@ class Layout:
 
     @cached_property
     def record_image_bytes(self) -> int:
-        """One token for one rank: meta | row | scales, each from a 16-byte boundary."""
-        return round_up(self.record_scale_offset + 4 * self.cfg.num_scales, 16)
+        """One token for one rank: meta | row | scales, each from a 16-byte boundary. Where it is
+        stored as it is, rows begin on a line of memory: a warp's 512 bytes are four, not five."""
+        end = self.record_scale_offset + 4 * self.cfg.num_scales
+        return round_up(end, 16 if self.lines else LINE_BYTES)
 
     @cached_property
     def record_bytes(self) -> int:
@@ -179,7 +185,9 @@ class Layout:
     @cached_property
     def lines(self) -> bool:
         """Whether flags travel inside the data (see ``MoeConfig.wire``)."""
-        cfg, image = self.cfg, self.record_image_bytes
+        cfg = self.cfg
+        parts = (self._meta_used, self.wire_row_bytes, 4 * cfg.num_scales)
+        image = sum(round_up(part, 16) for part in parts)
         whole = self.wire_row_bytes % 16 == 0 and self.combine_row_bytes % 16 == 0
         if cfg.wire == "lines" and not whole:
             raise ConfigError(

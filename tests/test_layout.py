@@ -74,9 +74,9 @@ def test_records_hold_row_scales_and_meta_in_16_byte_steps() -> None:
         scale_block=128,
     )
     flags = mc.Layout(dataclasses.replace(cfg, wire="flags"), 2, 0)
-    assert flags.record_row_offset == 16 + 12 * 8
-    assert flags.record_scale_offset == 112 + 7168
-    assert flags.record_bytes == 112 + 7168 + 56 * 4
+    assert flags.record_row_offset == 128  # 16 + 12 * 8, to a line of memory
+    assert flags.record_scale_offset == 128 + 7168
+    assert flags.record_bytes == 128 + 7168 + 256  # 56 * 4
     lines = mc.Layout(cfg, 2, 0)
     assert lines.record_bytes == 63 * 128  # 7504 bytes, 120 a line
 
