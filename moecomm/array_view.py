@@ -118,8 +118,9 @@ def _view_numpy(array: np.ndarray[Any, Any], name: str) -> ArrayView:
 def _view_torch(tensor: Any, name: str, torch: Any) -> ArrayView:
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ConfigError(
-            f"{name} requires grad: dispatch and combine are not differentiable and would drop "
-            f"its gradient without a word; call under torch.no_grad() or pass {name}.detach()"
+            f"{name} requires grad: MoeComm's halves are not differentiable and would drop its "
+            f"gradient without a word; call under torch.no_grad(), pass {name}.detach(), or use "
+            "moecomm.torch.TorchOps"
         )
     if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
         raise ConfigError(
