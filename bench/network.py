@@ -1,6 +1,6 @@
 """What an exchange between nodes costs the GPU, and what runs beside it.
 
-    python bench/network.py --ranks 2 --node-size 1 --tokens 1,32,128 [--out FILE.json] [--trace]
+    python bench/network.py --ranks 2 --node-size 1 --tokens 1,32,128 [--out FILE.json]
 
 For each number of tokens, per rank and on the GPU's own clock:
 
@@ -8,9 +8,8 @@ For each number of tokens, per rank and on the GPU's own clock:
   have come meanwhile: all that the exchange takes from the stream;
 * ``alone_us``: both halves, one right after the other: the network's time is in it;
 * ``compute_us`` and ``both_us``: matrix products that last longer than the exchange, alone and
-  between the halves. ``hidden`` is how much of the exchange's time disappears behind them.
-* ``trace``, with ``--trace``: every kernel of one such step on rank 0, by torch's profiler: its
-  name, stream, beginning and microseconds.
+  between the halves of dispatch. ``hidden`` is how much of the exchange's time disappears behind
+  them; ``beside_us`` is such a step, one part after the other on the stream.
 
 Ranks pretend to be on different machines; over tcp the time is that of this machine's kernel.
 """
@@ -44,16 +43,14 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,32,128")
     parser.add_argument("--transport", default="efa")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--trace", action="store_true")
     given = parser.parse_args()
     os.environ["MOECOMM_NODE_SIZE"] = str(given.node_size)
     os.environ.setdefault("MOECOMM_FABRIC", "tcp")
     tokens = tuple(int(part) for part in given.tokens.split(","))
     options = Options(ranks=given.ranks, tokens=tokens, layouts=("rank",), wire="flags")
     reports = mc.run(
-        measure, given.ranks, options, given.trace,
-        device="cuda", transport=given.transport, timeout_s=500,
-    )  # fmt: skip
+        measure, given.ranks, options, device="cuda", transport=given.transport, timeout_s=500
+    )
     worst = [_worst(case) for case in zip(*reports, strict=True)]
     for case in worst:
         if "both_us" in case:
@@ -65,7 +62,7 @@ def main() -> None:
     sys.stdout.write(text + "\n")
 
 
-def measure(group: mc.Group, options: Options, trace: bool) -> list[dict[str, Any]]:
+def measure(group: mc.Group, options: Options) -> list[dict[str, Any]]:
     """A record for each case."""
     found = []
     for case in options.cases():
@@ -78,7 +75,7 @@ def measure(group: mc.Group, options: Options, trace: bool) -> list[dict[str, An
             faults = check_exchange(exchange, inputs)
             record: dict[str, Any] = {"tokens": case.num_tokens, "faults": faults}
             if not any(group.all_gather("; ".join(faults).encode(), 60)):
-                record |= _times(exchange, trace)
+                record |= _times(exchange)
             found.append(record)
             torch.cuda.synchronize()
             comm.check()
@@ -86,7 +83,7 @@ def measure(group: mc.Group, options: Options, trace: bool) -> list[dict[str, An
     return found
 
 
-def _times(exchange: Exchange, trace: bool) -> dict[str, Any]:
+def _times(exchange: Exchange) -> dict[str, Any]:
     torch = importlib.import_module("torch")
     comm = exchange.comm
     waiting = _median(comm, exchange, lambda: torch.cuda._sleep(WAIT_CYCLES))
@@ -94,7 +91,7 @@ def _times(exchange: Exchange, trace: bool) -> dict[str, Any]:
     compute = _products(torch, 1.2 * _everybodys(comm.group, alone["dispatch"]))
     alone_us = _once(torch, compute)
     both = _median(comm, exchange, compute)
-    record = {
+    return {
         "kernels_us": {
             "dispatch": waiting["dispatch_send"] + waiting["dispatch_recv"],
             "combine": waiting["combine_send"] + waiting["combine_recv"],
@@ -103,10 +100,8 @@ def _times(exchange: Exchange, trace: bool) -> dict[str, Any]:
         "alone_us": {k: alone[k] for k in ("dispatch", "combine")},
         "compute_us": alone_us,
         "both_us": both["dispatch"],
+        "beside_us": {k: both[k] for k in ("dispatch_send", "between", "dispatch_recv")},
     }
-    if trace:
-        record["trace"] = _trace(torch, comm, exchange, compute)
-    return record
 
 
 def _everybodys(group: mc.Group, us: float) -> float:
@@ -127,37 +122,6 @@ def _products(torch: Any, us: float) -> Callable[[], None]:
             torch.mm(a, a, out=out)
 
     return work
-
-
-def _trace(
-    torch: Any, comm: mc.MoeComm, exchange: Exchange, compute: Callable[[], None]
-) -> list[dict[str, Any]]:
-    """Kernels of a step with ``compute`` between its halves."""
-    comm.group.barrier(60)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        torch.cuda._sleep(2_000_000)
-        handle = exchange.dispatch_send()
-        compute()
-        comm.dispatch_recv(handle)
-        comm.combine_send(exchange.y, handle)
-        compute()
-        exchange.combine_recv(handle)
-        torch.cuda.synchronize()
-    comm.group.barrier(60)
-    events = [e for e in profile.profiler.kineto_results.events() if e.duration_ns() > 0]
-    events = [e for e in events if "spin" not in e.name() and "cuda" not in e.name()]
-    if not events:
-        return []
-    began = min(e.start_ns() for e in events)
-    return [
-        {
-            "kernel": e.name().split("(")[0][:60],
-            "stream": e.device_resource_id(),
-            "begin_us": (e.start_ns() - began) / 1e3,
-            "us": e.duration_ns() / 1e3,
-        }
-        for e in sorted(events, key=lambda e: int(e.start_ns()))
-    ]
 
 
 def _median(comm: mc.MoeComm, exchange: Exchange, between: Callable[[], Any]) -> dict[str, float]:
@@ -185,8 +149,10 @@ def _median(comm: mc.MoeComm, exchange: Exchange, between: Callable[[], Any]) ->
         torch.cuda.synchronize()
         if number < 5:
             continue
-        spans = {"dispatch_send": (0, 1), "dispatch_recv": (2, 3), "dispatch": (0, 3),
-                 "combine_send": (4, 5), "combine_recv": (6, 7), "combine": (4, 7)}  # fmt: skip
+        spans = {
+            "dispatch_send": (0, 1), "between": (1, 2), "dispatch_recv": (2, 3), "dispatch": (0, 3),
+            "combine_send": (4, 5), "combine_recv": (6, 7), "combine": (4, 7),
+        }  # fmt: skip
         for name, (begin, end) in spans.items():
             samples.setdefault(name, []).append(marks[begin].elapsed_time(marks[end]) * 1e3)
     return {name: percentile(values, 50) for name, values in samples.items()}
@@ -203,14 +169,12 @@ def _once(torch: Any, work: Callable[[], Any]) -> float:
 
 
 def _worst(records: tuple[dict[str, Any], ...]) -> dict[str, Any]:
-    """Of every figure the slowest rank's; the first rank's trace."""
+    """Of every figure the slowest rank's."""
     merged: dict[str, Any] = {}
     for key, first in records[0].items():
         values = [record[key] for record in records if key in record]
         if isinstance(first, dict):
             merged[key] = _worst(tuple(values))
-        elif key == "trace":
-            merged[key] = first
         elif isinstance(first, list):
             merged[key] = [item for value in values for item in value]
         else:
