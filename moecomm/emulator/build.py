@@ -13,7 +13,6 @@ import platform
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -178,13 +177,13 @@ def _run(name: str, source: str, command: list[str]) -> None:
 
 
 def _failed(name: str, why: str, log: str, source: str) -> CompileError:
-    kept = Path(tempfile.mkdtemp(prefix="moecomm-failed-")) / f"{name}.cpp"
-    kept.write_text(source, encoding="utf-8")
+    kept = default_cache().keep(key_of(source), f"{name}.cpp", source)
     first = next((line for line in log.splitlines() if "error:" in line), "")
     return CompileError(
-        f"compiling {name} for the CPU failed ({why}): {first}\nsource kept in {kept}",
+        f"compiling {name} for the CPU failed ({why}): {first}\n"
+        f"source {'was not kept' if kept is None else f'kept in {kept}'}",
         log=log,
-        source_path=str(kept),
+        source_path=None if kept is None else str(kept),
     )
 
 
