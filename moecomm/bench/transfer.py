@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from moecomm.bench.environment import environment
 from moecomm.bench.transfer_sides import Sides
+from moecomm.errors import TransportError
 from moecomm.group import Group
 from moecomm.run import run
 from moecomm.store_local import LocalStore
@@ -90,12 +91,14 @@ def pair(group: Group, fabric: str, options: TransferOptions) -> list[Record]:
         wide = (_BYTES, bulk, 8)
         found = [
             _compare(group, fabric, "half round trip, 8 B with immediate", "us", 5e5 / trips,
-                     options.repeats, lambda: sides.c_pingpong(8, trips, first),
+                     options.repeats, options.timeout_s,
+                     lambda: sides.c_pingpong(8, trips, first, group),
                      lambda: sides.pingpong(8, trips, first)),
-            _compare(group, fabric, "write, 1 MiB", "us", 1e6 / bulk, options.repeats,
+            _compare(group, fabric, "write, 1 MiB", "us", 1e6 / bulk,
+                     options.repeats, options.timeout_s,
                      alone(sides.c_stream, *wide), alone(sides.stream, *wide)),
         ]  # fmt: skip
-        group.barrier()
+        group.barrier(options.timeout_s)
     return found
 
 
@@ -106,6 +109,7 @@ def _compare(
     unit: str,
     scale: float,
     repeats: int,
+    timeout_s: float,
     c_side: Callable[[], float],
     engine_side: Callable[[], float],
 ) -> Record:
@@ -114,7 +118,7 @@ def _compare(
     engine_times: list[float] = []
     for _ in range(repeats):
         for side, times in ((c_side, c_times), (engine_side, engine_times)):
-            group.barrier()
+            group.barrier(timeout_s)
             times.append(side() * scale)
     return _record(fabric, what, unit, c_times, engine_times)
 
@@ -137,6 +141,7 @@ def _record(fabric: str, what: str, unit: str, c: list[float], engine: list[floa
 def scatter(fabric: str, options: TransferOptions) -> Record:
     """Posting one write to each of many peers, which are threads of this process."""
     store, size = LocalStore(), options.peers + 1
+    over = threading.Event()
     found: list[Record] = []
     failures: list[BaseException] = []
 
@@ -149,21 +154,35 @@ def scatter(fabric: str, options: TransferOptions) -> Record:
                 src = engine.allocate(4096)
                 remote = _everybodys(engine, group, 4096)
                 if rank == 0:
-                    found.append(
-                        _bursts(Sides(engine, src, remote[1:], options.spin), fabric, options)
-                    )
-                group.barrier(options.timeout_s)
+                    sides = Sides(engine, src, remote[1:], options.spin)
+                    found.append(_bursts(sides, fabric, options))
+                else:
+                    over.wait(options.timeout_s)
         except BaseException as error:  # noqa: BLE001  raised below
             failures.append(error)
+        finally:
+            if rank == 0:
+                over.set()  # also when it has failed: nobody waits for it then
 
     threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(size)]
+    late = _late(threads, options.timeout_s)
+    if failures:
+        raise failures[0]
+    if late:
+        raise TransportError(
+            f"scatter over {fabric}: ranks {late} do not end within {options.timeout_s:g} s"
+        )
+    return found[0]
+
+
+def _late(threads: list[threading.Thread], timeout_s: float) -> list[int]:
+    """Start all; which have not ended ``timeout_s`` later."""
+    deadline = time.monotonic() + timeout_s
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(options.timeout_s)
-    if failures:
-        raise failures[0]
-    return found[0]
+        thread.join(max(deadline - time.monotonic(), 0.0))
+    return [rank for rank, thread in enumerate(threads) if thread.is_alive()]
 
 
 def _bursts(sides: Sides, fabric: str, options: TransferOptions) -> Record:
@@ -195,7 +214,7 @@ def posting(fabric: str, options: TransferOptions) -> list[Record]:
         c_hop: list[float] = []
         hop: list[float] = []
         for _ in range(options.repeats):
-            c_hop.append(sides.c_pingpong(8, hops, True) * 1e9 / hops)
+            c_hop.append(sides.c_pingpong(8, hops, True, group) * 1e9 / hops)
             hop.append(sides.pingpong(8, hops, True) * 1e9 / hops)
             before = time.thread_time()
             sides.c_stream(64, options.posts, _WINDOW)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes as C
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +15,7 @@ from moecomm.bench import transfer_programs as programs
 from moecomm.cache import default_cache, key_of
 from moecomm.emulator.build import find_compiler
 from moecomm.errors import CompileError, TransportError
+from moecomm.group import Group
 from moecomm.transport.base import Region, RemoteRegion
 from moecomm.transport.efa import abi, hot
 from moecomm.transport.efa.library import word
@@ -21,8 +23,9 @@ from moecomm.transport.engine import TransferEngine
 from moecomm.transport.engine.blocks import Block
 
 _FLAGS: Final = ("-O2", "-shared", "-fPIC")
-_WAIT_S: Final = 120.0
 _PENDING: Final = 1
+_STUCK: Final = -1_000_000  # transfer_twin.cpp has it, too
+_QUIET_S: Final = 30.0  # until engines have nothing under way; milliseconds, on a machine at rest
 _TURNS: Final = 200  # of the loop before a burst: a worker that has work to do is not just awake
 
 
@@ -36,7 +39,7 @@ class _Twin(C.Structure):
         for name in (
             "writemsg", "read", "ep", "cq", "contexts", "flags", "local", "desc", "spin",
         )
-    ]  # fmt: skip
+    ] + [(name, C.c_int64) for name in ("patience", "sent", "came")]  # fmt: skip
 
 
 class _Burst(C.Structure):
@@ -75,12 +78,22 @@ class Sides:
         src: what is written.
         targets: where, in the order of bursts.
         spin: idle polls before the C code gives up the processor, as the engine's options say.
+        patience_s: C gives up a wait in which nothing is completed for so long, and the engine's
+            side one that takes four times as long in all.
+
+    Methods raise ``TransportError`` when a wait is given up, saying what for, or a call fails.
     """
 
     def __init__(
-        self, engine: TransferEngine, src: Region, targets: Sequence[RemoteRegion], spin: int
+        self,
+        engine: TransferEngine,
+        src: Region,
+        targets: Sequence[RemoteRegion],
+        spin: int,
+        patience_s: float = 30.0,
     ) -> None:
         self._engine = engine
+        self._patience_s = patience_s
         self._library = compile_twin()
         self._state = Block(programs.STATE_BYTES)
         hooks = engine._nics[0].hooks
@@ -97,6 +110,7 @@ class Sides:
             local=local.address,
             desc=local.key,
             spin=spin,
+            patience=int(patience_s * 1e9),
         )
         self._targets = (_Target * len(targets))()
         for n, target in enumerate(targets):
@@ -113,11 +127,15 @@ class Sides:
 
     def c_stream(self, nbytes: int, count: int, window: int) -> float:
         """Seconds for so many writes to the first target, by C."""
-        return self._c(self._library.stream, nbytes, C.c_int64(count), C.c_int64(window))
+        with self._loops_at_rest():
+            code = self._call(self._library.stream, nbytes, count, C.c_int64(window))
+        return self._seconds(code, f"{count} writes by C")
 
-    def c_pingpong(self, nbytes: int, count: int, first: bool) -> float:
-        """Seconds for so many round trips, by C."""
-        return self._c(self._library.pingpong, nbytes, C.c_int64(count), int(first))
+    def c_pingpong(self, nbytes: int, count: int, first: bool, group: Group) -> float:
+        """Seconds for so many round trips, by C, on both ranks of ``group``."""
+        with self._loops_at_rest(group):
+            code = self._call(self._library.pingpong, nbytes, count, int(first))
+        return self._seconds(code, f"{count} round trips by C")
 
     def c_burst(self, nbytes: int) -> float:
         """Seconds to post one write to every target, by C in the place of the engine's program."""
@@ -127,9 +145,12 @@ class Sides:
         )  # fmt: skip
         self._time_posts()
         self._engine.set_program(_address(self._library.burst), C.addressof(burst))
-        self._wait_for(lambda: burst.status != _PENDING)
-        self._engine.set_program(0)
-        return _seconds(burst.status or self._last_post() - burst.start)
+        try:
+            self._wait_for(lambda: burst.status != _PENDING, "a burst by C")
+        finally:
+            self._engine.set_program(0)
+        took = burst.status or self._last_post() - burst.start
+        return self._seconds(took, f"a burst of {len(self._targets)} writes by C")
 
     def stream(self, nbytes: int, count: int, window: int) -> float:
         """Seconds for so many writes to the first target, by the engine."""
@@ -149,7 +170,7 @@ class Sides:
             self._run(programs.BURST, nbytes, {programs.TURN: _TURNS})
         finally:
             self._patch(self._twin.writemsg)
-        return _seconds(self._last_post() - self._get(programs.START))
+        return (self._last_post() - self._get(programs.START)) * 1e-9
 
     def _time_posts(self) -> None:
         C.c_uint64.in_dll(self._library, "real_writemsg").value = self._twin.writemsg
@@ -166,25 +187,64 @@ class Sides:
         start = {programs.NBYTES: nbytes, programs.START: 0, programs.END: 0}
         for offset, value in {**start, **words}.items():
             self._set(offset, value)
+        operation = self._get(programs.OP)
         self._engine.set_program(program, self._state.address)
-        self._wait_for(lambda: self._get(programs.END) != 0)
-        while self._engine.program_pending(self._get(programs.OP)):
-            time.sleep(0.0005)
-        self._engine.set_program(0)
-        return _seconds(self._get(programs.END) - self._get(programs.START))
+        try:
+            # Seldom: this thread must not take the worker's processor.
+            self._wait_for(lambda: self._get(programs.END) != 0, "the engine's program", 0.005)
+            self._wait_for(
+                lambda: self._engine.program_pending(operation) == 0, "the program's last writes"
+            )
+        finally:
+            self._engine.set_program(0)  # its state may go when this object does
+        return (self._get(programs.END) - self._get(programs.START)) * 1e-9
 
-    def _wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _WAIT_S
+    def _wait_for(self, condition: Callable[[], bool], what: str, every_s: float = 0.0005) -> None:
+        limit = 4 * self._patience_s
+        deadline = time.monotonic() + limit
         while not condition():
             self._engine.progress()
             if time.monotonic() > deadline:
-                raise TransportError("the benchmark got stuck", operation="bench")
-            time.sleep(0.005)  # seldom: this thread must not take the worker's processor
+                raise self._error(
+                    f"{what}: not done in {limit:g} s; {self._get(programs.LEFT)} left to do"
+                )
+            time.sleep(every_s)
 
-    def _c(self, function: Any, nbytes: int, *arguments: Any) -> float:
-        with self._engine._resources.worker.paused():
-            code = function(C.byref(self._twin), self._targets, C.c_uint64(nbytes), *arguments)
-        return _seconds(code)
+    @contextlib.contextmanager
+    def _loops_at_rest(self, group: Group | None = None) -> Iterator[None]:
+        """The loops of all ranks of ``group`` stand still, and have nothing under way.
+
+        C reads the queue that the loops read. One that is still running, on a rank that comes late,
+        takes the arrival that C there waits for; and C takes the completion of a credit write that
+        a loop had under way. Either side then waits for good.
+        """
+        deadline = time.monotonic() + _QUIET_S
+        while True:
+            with self._engine._resources.worker.paused():
+                quiet = b"" if self._engine._memory.in_flight() else b"quiet"
+                if all(group.all_gather(quiet, _QUIET_S, "loops at rest") if group else [quiet]):
+                    yield
+                    return
+            if time.monotonic() > deadline:
+                raise self._error(f"posts of an engine: not done in {_QUIET_S:g} s")
+            time.sleep(0.001)  # the loops go on meanwhile, and get done what is under way
+
+    def _call(self, function: Any, nbytes: int, count: int, argument: Any) -> int:
+        twin, many = C.byref(self._twin), C.c_int64(count)
+        return int(function(twin, self._targets, C.c_uint64(nbytes), many, argument))
+
+    def _seconds(self, nanoseconds: int, what: str) -> float:
+        if nanoseconds >= 0:
+            return nanoseconds * 1e-9
+        why = f"call of libfabric failed ({nanoseconds})"
+        if nanoseconds == _STUCK:
+            why = f"nothing completed for {self._patience_s:g} s"
+        so_far = f"{self._twin.sent} writes done, {self._twin.came} arrivals so far"
+        raise self._error(f"{what}: {why}; {so_far}")
+
+    def _error(self, what: str) -> TransportError:
+        text = f"rank {self._engine.rank} ({self._engine.transport}): {what}"
+        return TransportError(text, operation="bench")
 
     def _set(self, offset: int, value: int) -> None:
         self._state.put(offset, "=Q", value & (1 << 64) - 1)
@@ -195,12 +255,6 @@ class Sides:
 
 def _address(function: Any) -> int:
     return C.cast(function, C.c_void_p).value or 0
-
-
-def _seconds(nanoseconds: int) -> float:
-    if nanoseconds < 0:
-        raise TransportError("a call of libfabric failed in the benchmark", operation="bench")
-    return nanoseconds * 1e-9
 
 
 assert abi.CONTEXT_BYTES == 64  # transfer_twin.cpp has it, too

@@ -11,24 +11,32 @@ struct RmaIov { uint64_t addr, len, key; };
 struct Msg { Iov* iov; uint64_t* desc; uint64_t count, addr; RmaIov* rma; uint64_t rma_count, context, data; };
 struct Entry { uint64_t context, flags, len, buf, data; };
 struct Target { uint64_t peer, remote, key; };
-struct Twin { Call writemsg, read; void *ep, *cq; uint64_t contexts, flags, local, desc, spin; };
+// `patience`: ns without any completion after which a wait is given up; `sent`, `came`: how far it was.
+struct Twin { Call writemsg, read; void *ep, *cq; uint64_t contexts, flags, local, desc, spin; int64_t patience, sent, came; };
 
-static const uint64_t IMM = 1 << 17, ARRIVED = 1 << 13;
+static const uint64_t IMM = 1 << 17, ARRIVED = 1 << 13, LOOK_AFTER = 64;  // idle polls between looks at the clock
+static const int64_t STUCK = -1000000;  // below every error number of libfabric
 static int64_t now() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return t.tv_sec * 1000000000ll + t.tv_nsec;
 }
 static uint64_t idle;
+static int64_t idle_since;
+// After a poll that found nothing.
+static int64_t rest(Twin* w) {
+  if (++idle > w->spin) sched_yield();
+  if (idle % LOOK_AFTER != 0) return 0;
+  int64_t time = now();
+  if (idle == LOOK_AFTER) idle_since = time;
+  return time - idle_since > w->patience ? STUCK : 0;
+}
 // Completions of this rank's posts, and arrivals; below 0: an error.
-static int poll(Twin* w, int64_t* sent, int64_t* came) {
+static int64_t poll(Twin* w, int64_t* sent, int64_t* came) {
   Entry entries[8];
   int64_t n = w->read(w->cq, entries, 8);
-  if (n == -11) {
-    if (++idle > w->spin) sched_yield();
-    return 0;
-  }
-  if (n < 0) return (int)n;
+  if (n == -11) return rest(w);
+  if (n < 0) return n;
   idle = 0;
   for (int64_t i = 0; i < n; i++) (entries[i].flags & ARRIVED ? *came : *sent)++;
   return 0;
@@ -41,39 +49,46 @@ struct Message {
   alignas(64) Msg msg;
   Message(Twin* w, uint64_t nbytes) : iov{w->local, nbytes}, rma{0, nbytes, 0}, msg{&iov, &w->desc, 1, 0, &rma, 1, 0, 7} {}
 };
-static int post(Twin* w, Message* m, Target* t, uint64_t slot, uint64_t more, int64_t* sent, int64_t* came) {
+static int64_t post(Twin* w, Message* m, Target* t, uint64_t slot, uint64_t more, int64_t* sent, int64_t* came) {
   m->rma.addr = t->remote;
   m->rma.key = t->key;
   m->msg.addr = t->peer;
   m->msg.context = w->contexts + 64 * (slot % 64);  // at most so many in flight
-  int64_t code;
+  int64_t code, polled;
   while ((code = w->writemsg(w->ep, &m->msg, w->flags | more)) == -11)
-    if (poll(w, sent, came) < 0) return -1;
-  return (int)code;
+    if ((polled = poll(w, sent, came)) < 0) return polled;
+  return code;
+}
+static int64_t failed(Twin* w, int64_t sent, int64_t came, int64_t code) {
+  w->sent = sent;
+  w->came = came;
+  return code;
 }
 extern "C" {
-// Nanoseconds for `count` writes, `window` of them in flight.
+// Nanoseconds for `count` writes, `window` of them in flight; below 0: an error.
 int64_t stream(Twin* w, Target* t, uint64_t nbytes, int64_t count, int64_t window) {
   Message m(w, nbytes);
-  int64_t sent = 0, came = 0, start = now();
+  int64_t sent = 0, came = 0, code = 0, start = now();
+  idle = 0;
   for (int64_t i = 0; i < count; i++) {
-    while (i - sent >= window) if (poll(w, &sent, &came) < 0) return -1;
-    if (post(w, &m, t, i, 0, &sent, &came) != 0) return -1;
+    while (i - sent >= window) if ((code = poll(w, &sent, &came)) < 0) return failed(w, sent, came, code);
+    if ((code = post(w, &m, t, i, 0, &sent, &came)) != 0) return failed(w, sent, came, code);
   }
-  while (sent < count) if (poll(w, &sent, &came) < 0) return -1;
+  while (sent < count) if ((code = poll(w, &sent, &came)) < 0) return failed(w, sent, came, code);
   return now() - start;
 }
-// Nanoseconds for `count` round trips of a write with an immediate.
+// Nanoseconds for `count` round trips of a write with an immediate; below 0: an error.
 int64_t pingpong(Twin* w, Target* t, uint64_t nbytes, int64_t count, int first) {
   Message m(w, nbytes);
-  int64_t sent = 0, came = 0, start = now();
+  int64_t sent = 0, came = 0, code = 0, start = now();
+  idle = 0;
   for (int64_t i = 0; i < count; i++) {
-    if (first && post(w, &m, t, i, IMM, &sent, &came) != 0) return -1;
-    while (came <= i) if (poll(w, &sent, &came) < 0) return -1;
-    if (!first && post(w, &m, t, i, IMM, &sent, &came) != 0) return -1;
+    if (first && (code = post(w, &m, t, i, IMM, &sent, &came)) != 0) return failed(w, sent, came, code);
+    while (came <= i) if ((code = poll(w, &sent, &came)) < 0) return failed(w, sent, came, code);
+    if (!first && (code = post(w, &m, t, i, IMM, &sent, &came)) != 0) return failed(w, sent, came, code);
   }
   int64_t end = now();
-  while (sent < count) if (poll(w, &sent, &came) < 0) return -1;
+  while (sent < count) if ((code = poll(w, &sent, &came)) < 0) return failed(w, sent, came, code);
   return end - start;
 }
 // In the place of writemsg, for both sides: notes when the last call of a burst returned.
@@ -93,11 +108,12 @@ int64_t burst(Burst* b) {
   timed.writemsg = timed_writemsg;
   Message m(&timed, b->nbytes);
   int64_t sent = 0, came = 0, code = 0;
+  idle = 0;
   b->start = now();
   for (int64_t i = 0; i < b->n && code == 0; i++)
     code = post(&timed, &m, b->targets + i, i, 0, &sent, &came);
   while (code == 0 && sent < b->n) code = poll(b->twin, &sent, &came);
-  b->status = code;
+  b->status = failed(b->twin, sent, came, code);
   return 1;
 }
 }

@@ -118,6 +118,12 @@ class Memory:
         nic_at = self._parts.offset("nics") + nic * S.NIC_BYTES
         self.block.put(nic_at + S.NIC_CONTROL_KEY, "=Q", control_key & (1 << 64) - 1)
 
+    def in_flight(self) -> int:
+        """Posts that are not done, of all channels; while the loop stands still."""
+        first = (self._parts.offset("channels") + S.CH_IN_FLIGHT) // 8
+        stride = S.CHANNEL_BYTES // 8
+        return sum(self.block.words[first : first + self._channels * stride : stride])
+
     def arrived(self, imm: int) -> int:
         """How often ``imm`` has come beyond what expectations have used up."""
         leaf = ctypes.c_int64.from_address(self._leaf_at(imm >> S.IMM_LEAF_BITS)).value
