@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from moecomm.errors import MoecommError, PeerTimeout, TransportError
 from moecomm.group import Group
 from moecomm.transport.base import RemoteRegion
 from moecomm.transport.engine import TransferEngine
+from moecomm.transport.engine import state as S
 
 LIMIT_S = 10.0
 
@@ -84,6 +86,35 @@ def test_a_silent_peer_is_named_when_its_time_is_up() -> None:
     assert "rank 0 has given up" in str(errors[1])
     # Nothing from rank 0 reaches rank 2, not even that: rank 1 passes it on.
     assert str(errors[2]) == "rank 2: rank 1 has given up (code 3)"
+
+
+def test_a_silent_peer_is_given_up_on_a_busy_processor() -> None:
+    """Whoever yields gets the processor back after 80 ms, from some twenty others."""
+    network = FakeNetwork(2)
+    slow = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: time.sleep(0.08) or 0)
+
+    def work(engine: TransferEngine, group: Group) -> float:
+        region = engine.allocate(4096)
+        remote = registered(engine, group, region)
+        group.barrier()
+        if group.rank == 1:
+            return 0.0
+        network.set(0, fake_nic.SILENT, 1 << 1)
+        yields = ctypes.cast(slow, ctypes.c_void_p).value or 0
+        with engine._resources.worker.paused():
+            usual = engine._memory.word(S.SCHED_YIELD)
+            engine._memory.set_word(S.SCHED_YIELD, yields)
+        start = time.monotonic()
+        error = failure_of(lambda: engine.wait(engine.write(region, remote[1], 1), 20.0))
+        took = time.monotonic() - start
+        with engine._resources.worker.paused():
+            engine._memory.set_word(S.SCHED_YIELD, usual)
+        assert isinstance(error, PeerTimeout)
+        assert (error.peer, error.transport) == (1, "fake")
+        return took
+
+    took, _ = on_fake(work, network, timeout_s=1.0, spin_turns=0, yield_turns=1 << 30)
+    assert 1.0 <= took < 10.0
 
 
 def test_a_peer_that_cannot_be_reached_holds_nobody_else_up() -> None:

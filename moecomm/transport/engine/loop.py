@@ -43,14 +43,19 @@ from moecomm.transport.engine.program import clock_ns
 from moecomm.transport.engine.provider import MAX_BURST
 
 _TICK_NS = 1_000_000
-_STALL_NS = 500_000_000  # a longer pause of this thread is not a peer's fault
+# What is longer between two looks at the clock is not a peer's fault: this thread did not run. It
+# still counts as this much, or as a quarter of the time limit: on a processor with ten busy
+# processes every look is that late, and a silent peer would be given up by none of them.
+_STALL_NS = 500_000_000
 _CHANNELS_PER_TURN = 16
 _COMMANDS_PER_TURN = 64
 _PAUSE_US = 50
-# Idle turns between looks at the clock; what works or yields counts as several, a sleep as all. A
-# look takes 20 ns where the clock is the TSC, and 2 us in the tests' virtual machine.
+# Idle turns between looks at the clock; one that works counts as several, one that yields as more
+# (it takes 10 ms where others want the processor), a sleep as all. A look takes 20 ns where the
+# clock is the TSC, and 2 us in the tests' virtual machine.
 _LOOK_AFTER = 256
 _LONG_TURN = 4
+_YIELDED = 32
 
 _c_program = c_function("i64", "i64")
 _c_yield = c_function("i32")
@@ -161,8 +166,8 @@ def _tick(engine, now):
     if gap < _TICK_NS:
         return
     st64(engine + S.LAST_TICK, now)
-    stalled = now - before if now - before > _STALL_NS else 0
-    _look_for_silence(engine, now, stalled)
+    most = min(_STALL_NS, ld64(engine + S.TIMEOUT_NS) >> 2)
+    _look_for_silence(engine, now, max(now - before - most, 0))
     _look_for_aborts(engine)
     for nic in range(ld64(engine + S.NUM_NICS)):
         grant(engine, nic)
@@ -182,7 +187,7 @@ def _rest(engine):
         return 1  # no pause instruction: it takes longer than all the rest of an idle turn
     if idle <= spin + ld64(engine + S.YIELD_TURNS):
         _c_yield(ld64(engine + S.SCHED_YIELD))
-        return _LONG_TURN
+        return _YIELDED
     _c_usleep(ld64(engine + S.USLEEP), ld64(engine + S.SLEEP_US))
     return _LOOK_AFTER
 
