@@ -81,22 +81,35 @@ def test_a_rank_that_comes_amid_the_roll_call_is_late(wire: Any) -> None:
     assert IN_TIME_OR_LATE[1] in ends
 
 
+@pytest.mark.parametrize("wire", ["flags", "lines"])
+def test_of_rows_waited_for_together_the_late_one_is_named(wire: Any) -> None:
+    """Not the other one, which came in time, before it in the token's row or after it."""
+    ends = [end for seed in range(20) for end in _late(wire, seed, "combine")]
+    assert {end and end[0] for end in ends} == {1}
+
+
 IN_TIME_OR_LATE = [None] * 3, [(1, 2)] * 3  # who was late on each rank, and in which step
 
 
-def _late(wire: Any, seed: int) -> list[tuple[int, int] | None]:
-    cases = [make_case(dataclasses.replace(CFG, wire=wire), 3, step) for step in range(3)]
-    return simulate(_come_late, 3, cases, seed=seed, checks=False)
+def _late(wire: Any, seed: int, half: str = "dispatch") -> list[tuple[int, int] | None]:
+    cfg = dataclasses.replace(CFG, wire=wire)
+    # Every token goes to rank 1, and to another rank before or after it.
+    idxs = [np.array([[0, 2], [2, 4], [1, 3], [3, 5]], np.int32)] * 3
+    cases = [make_case(cfg, 3, step, idxs=idxs) for step in range(3)]
+    return simulate(_come_late, 3, cases, half, seed=seed, checks=False)
 
 
-def _come_late(group: mc.Group, cases: list[Case]) -> tuple[int, int] | None:
+def _come_late(group: mc.Group, cases: list[Case], half: str) -> tuple[int, int] | None:
     """Rank 1 is just too late, and then late again, but in time."""
     with mc.MoeComm(cases[0].cfg, group) as comm:
         try:
             for step, sleep_s in enumerate((0.0, 1.1, 0.9)):
-                if group.rank == 1:
-                    _sleep(group, sleep_s * TIMEOUT_S)
-                run_case(comm, cases[step])
+                slept = sleep_s * TIMEOUT_S if group.rank == 1 else 0.0
+                _sleep(group, slept if half == "dispatch" else 0.0)
+                recv = comm.dispatch_recv(send(comm, cases[step]))
+                compare_received(cases[step], group.rank, recv)
+                _sleep(group, slept if half == "combine" else 0.0)
+                finish(comm, cases[step], recv)
         except mc.PeerTimeout as error:
             return error.peer, error.epoch or 0
     return None

@@ -171,13 +171,14 @@ DEVICE bool wait_pieces(const Args& a, Pieces pieces, u64 epoch, LineRead* r)
     for (u32 spins = 1;; ++spins) {
         const bool look = poll_pause(spins);
         UNROLL for (u32 i = 0; i < N; ++i) r[i] = pieces(i).read(epoch);
-        first = first_missing<N>(r);
+        const u32 still = first_missing<N>(r);
         bool late = false;
-        if (first == N) {
+        if (still < N) {
+            first = still;
+        } else {  // `first` is the one that came last
             if (spins < FIRST_LOOK) return true;
             late = __any_sync(FULL_WARP, lane_id() == 0 && too_late(a, start));
             if (!late) return true;
-            first = 0;
         }
         if (!look && !late) continue;
         const bool over = lane_id() == 0 && given_up(a, start, late, pieces(first).who, epoch, epoch, 0);

@@ -175,8 +175,8 @@ DEVICE void tell_mover(const Args& a, const RemoteCounts& c, bool last, bool* to
     if (last && lane_id() == 0) part_done(a, DOOR_RECORDS, num_row_blocks(), epoch);
 }
 
-// One team. Whole records are moved: what is left of the last 16 bytes behind the scales is defined,
-// too.
+// One team. Whole records are moved: what is left of the last line of memory behind the scales is
+// defined, too.
 DEVICE void clear_tails(const Plan& plan)
 {
     const u32 words = (RECORD_BYTES - RECORD_SCALE_OFF) / 4 - NUM_SCALES;
