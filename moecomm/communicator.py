@@ -45,6 +45,7 @@ class Communicator:
         self._slots = Slots(cfg.in_flight)
         self._failure: PeerTimeout | None = None
         self._closed = False
+        self.torch_exchanges: object = None  # ``moecomm.torch``'s, which live as long as this
         forks.tell(self)
 
     def expert_range(self, rank: int) -> range:

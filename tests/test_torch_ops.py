@@ -244,7 +244,44 @@ def test_a_combine_whose_exchange_is_closed_dispatches_again() -> None:
             assert outs[0].any()
 
 
+def test_another_communicators_exchange_is_none_of_ours() -> None:
+    """Open ones of both may have equal serial numbers; the result is still that of the tokens."""
+    x, idx, weights = inputs()
+    with alone(**FLOATS) as one, alone(**FLOATS) as other:
+        recv = one.dispatch(x, idx)
+        other.dispatch(x, idx.flip(0))
+        out = other.combine(recv.x, recv, weights)
+        assert torch.equal(out, one.combine(recv.x, recv, weights))
+
+
+def test_ops_that_are_made_anew_know_what_the_last_left_open() -> None:
+    x, idx, weights = inputs()
+    with alone(**FLOATS, in_flight=1) as one:
+        comm = one._exchanges.comm
+        one.dispatch(x, idx)
+        del one
+        gc.collect()
+        anew = TorchOps(comm)
+        recv = anew.dispatch(x, idx)
+        assert anew.combine(recv.x, recv, weights).any()
+
+
 # ---- errors ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{}, {"reduce": "sender"}])
+def test_a_combine_that_was_refused_may_be_tried_again(fields: dict[str, Any]) -> None:
+    """Nothing was sent, so this rank is still in step with the others."""
+    x, idx, weights = inputs()
+    sent, given, refused = (weights, None, weights) if fields else (None, weights, weights[:, :2])
+    with alone(**FLOATS, **fields, in_flight=1) as one:
+        recv = one.dispatch(x, idx, sent)
+        for y, other in ((recv.x, refused), (recv.x.half(), given)):
+            with pytest.raises(mc.ConfigError):
+                one.combine(y, recv, other)
+        sent_tokens = one._exchanges.comm.stats().dispatch_tokens
+        assert one.combine(recv.x, recv, given).any()
+        assert one._exchanges.comm.stats().dispatch_tokens == sent_tokens  # not dispatched again
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -277,5 +314,5 @@ def test_a_communicator_that_is_closed_or_gone_is_named() -> None:
         one.dispatch(x, idx)
     del one
     gc.collect()
-    with pytest.raises(mc.StateError, match=f"comm='{name}': no TorchOps"):
+    with pytest.raises(mc.StateError, match=f"comm='{name}': no communicator"):
         torch.ops.moecomm.dispatch(x, idx, None, None, None, name)

@@ -38,7 +38,7 @@ class Dispatched(NamedTuple):
     Attributes:
         x, x_scale, counts, offsets, num_rows, topk_weights, topk_idx: as in ``moecomm.Received``;
             rows that nobody sent are 0, -1 in ``topk_idx``.
-        ticket: int64 [1] on the CPU; which exchange this is.
+        ticket: int64 [1] on the CPU; which exchange this is, of all in this process.
         sent_idx, sent_weights, num_tokens: what dispatch was given.
     """
 
@@ -74,7 +74,7 @@ class TorchOps:
     """
 
     def __init__(self, comm: MoeComm) -> None:
-        self._exchanges = exchanges_of(comm)  # the registry itself holds nothing alive
+        self._exchanges = exchanges_of(comm)
         self.name = self._exchanges.name
         form = self._exchanges.form
         self._scaled, self._by_rank = form.num_scales > 0, form.by_rank

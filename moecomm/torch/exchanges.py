@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from moecomm import dtypes
+from moecomm import checks_combine, dtypes
 from moecomm.comm import MoeComm
 from moecomm.errors import StateError
 from moecomm.handle import Handle, Received
@@ -74,7 +74,7 @@ class Form:
 
 
 class Exchanges:
-    """Exchanges that ops have opened on one communicator, by the serial number of their handle.
+    """Exchanges that ops have opened on one communicator. They live as long as it does.
 
     Ranks run the same ops in the same order, so what is open, and what is closed for want of a
     slot, is the same on all of them.
@@ -85,7 +85,8 @@ class Exchanges:
         self.form = Form.of(comm.layout)
         # torch keeps compiled graphs on disk, by their text: that of another shape shall differ.
         self.name = f"{number}.{zlib.crc32(repr(self.form).encode()):08x}"
-        self._open: dict[int, Handle] = {}
+        self._first_ticket = number << 40  # another communicator's tickets are none of ours
+        self._open: dict[int, Handle] = {}  # by serial number
         self._lock = threading.RLock()
 
     def dispatch(
@@ -114,18 +115,29 @@ class Exchanges:
         x = torch.zeros((topk_idx.shape[0], cfg.hidden), dtype=dtype, device=topk_idx.device)
         return self.dispatch(x, topk_idx, topk_weights, None, num_tokens)
 
-    def find(self, serial: int) -> Handle | None:
-        """The handle with this number, if it is still open."""
-        return self._open.get(serial)
+    def ticket(self, handle: Handle) -> int:
+        """What ``find`` knows it by."""
+        return self._first_ticket + handle.serial
+
+    def find(self, ticket: int) -> Handle | None:
+        """The handle with this ticket, if it is one of ours and still open."""
+        return self._open.get(ticket - self._first_ticket)
 
     def combine(self, y: Any, handle: Handle, topk_weights: Any, num_tokens: Any) -> Any:
-        """``MoeComm.combine`` into a new tensor, zero where there is no token."""
+        """``MoeComm.combine`` into a new tensor, zero where there is no token.
+
+        Refused arguments leave the exchange as it was: nothing has been sent.
+        """
+        comm, given = self.comm, handle.weights_given
         with self._lock:
+            checks_combine.check_combine_weights(
+                comm.config, topk_weights, handle.num_rows, comm.device, given_at_dispatch=given
+            )
             out = None
             if num_tokens is not None:
                 out = self.form.result(handle.num_rows, y.device).zero_()
-            out = self.comm.combine(y, handle, topk_weights, out)
-            self._open.pop(handle.serial, None)  # after a refused argument it stays open
+            out = comm.combine(y, handle, topk_weights, out)
+            self._open.pop(handle.serial, None)
             return out
 
     def close(self, handle: Handle) -> None:
@@ -141,13 +153,12 @@ _lock = threading.Lock()
 
 
 def exchanges_of(comm: MoeComm) -> Exchanges:
-    """Those of ``comm``, made on the first call. They live as long as somebody holds them."""
+    """Those of ``comm``, made on the first call."""
     with _lock:
-        for exchanges in _named.values():
-            if exchanges.comm is comm:
-                return exchanges
-        exchanges = Exchanges(comm, next(_numbers))
-        _named[exchanges.name] = exchanges
+        exchanges = comm.torch_exchanges
+        if not isinstance(exchanges, Exchanges):
+            exchanges = comm.torch_exchanges = Exchanges(comm, next(_numbers))
+            _named[exchanges.name] = exchanges
         return exchanges
 
 
@@ -155,9 +166,9 @@ def named(name: str) -> Exchanges:
     """The exchanges of that name.
 
     Raises:
-        StateError: nobody holds them any more.
+        StateError: their communicator is gone.
     """
     exchanges = _named.get(name)
     if exchanges is None:
-        raise StateError(f"comm={name!r}: no TorchOps of that name is alive in this process")
+        raise StateError(f"comm={name!r}: no communicator of that name is alive in this process")
     return exchanges

@@ -22,7 +22,8 @@ _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # torch.where 
 def _dispatch(
     x: Any, topk_idx: Any, topk_weights: Any, x_scale: Any, num_tokens: Any, comm: str
 ) -> tuple[Any, ...]:
-    recv = named(comm).dispatch(x, topk_idx, topk_weights, x_scale, num_tokens)
+    exchanges = named(comm)
+    recv = exchanges.dispatch(x, topk_idx, topk_weights, x_scale, num_tokens)
     used = gradients.used_rows(recv)
     weights = None if topk_weights is None else recv.topk_weights
     return (
@@ -33,7 +34,7 @@ def _dispatch(
         recv.num_rows.clone(),
         _nothing(x) if weights is None else _owned(weights, used),
         _nothing(x, torch.int32) if recv.topk_idx is None else _owned(recv.topk_idx, used, -1),
-        torch.tensor([recv.handle.serial], device="cpu"),
+        torch.tensor([exchanges.ticket(recv.handle)], device="cpu"),
     )
 
 
