@@ -22,7 +22,7 @@ HEAP_BYTES = 64 << 20
 
 class FakeLibrary:
     """``folder``: where the heaps are. ``apart``: PEs whose heap nobody else maps. ``late_s``:
-    what starting takes."""
+    what starting and stopping take."""
 
     version = (3, 4, 5)
     path = "libnvshmem_host.so.3"
@@ -56,6 +56,7 @@ class FakeLibrary:
 
     def finalize(self) -> None:
         self.calls["finalize"] += 1
+        time.sleep(self.late_s)
         self._used = 0
         self._maps.clear()
 

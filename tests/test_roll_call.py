@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exchange import Case, compare_received, finish, make_case, run_case, send
+from exchange import Case, compare_received, finish, make_case, send
 from mutations import SEEDS, Mutation, Search, first_failure, mutate, searching
 
 import moecomm as mc

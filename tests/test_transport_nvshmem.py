@@ -158,6 +158,62 @@ def test_finalized_and_started_again(tmp_path: Path) -> None:
     run(2, tmp_path, finalize_and_start)
 
 
+def start_bigger(group: mc.Group, library: FakeLibrary, users: str | None) -> list[str]:
+    if users is not None:
+        os.environ["NVSHMEM_SYMMETRIC_SIZE"] = users
+    sizes = []
+    for heap_bytes in (MiB, 1024 * MiB):
+        with NvshmemMemory(group, 0, heap_bytes=heap_bytes) as memory:
+            memory.allocate(MiB)
+        sizes.append(os.environ["NVSHMEM_SYMMETRIC_SIZE"])
+        finalize(group)
+    return sizes
+
+
+@pytest.mark.parametrize("users", [None, "5G"])
+def test_each_start_has_its_own_size_unless_the_user_gave_one(
+    users: str | None, tmp_path: Path
+) -> None:
+    found = run(1, tmp_path, start_bigger, users)[0]
+    assert found == ([users] * 2 if users else [str(1024 * MiB), str(2048 * MiB)])
+
+
+def use_after_the_end(group: mc.Group, library: FakeLibrary) -> None:
+    memory = NvshmemMemory(group, 0)
+    finalize(group)
+    with pytest.raises(mc.StateError, match="NVSHMEM was finalised after this memory was opened"):
+        memory.allocate(MiB)
+    assert library.calls["allocate"] == 0
+    group.barrier()
+
+
+def test_memory_from_before_the_end_is_refused(tmp_path: Path) -> None:
+    run(2, tmp_path, use_after_the_end)
+
+
+def end_late(group: mc.Group, library: FakeLibrary) -> None:
+    """One rank does not find that all have come."""
+    with NvshmemMemory(group, 0) as memory:
+        memory.allocate(64)
+    library.late_s = 1.0 if group.rank == 1 else 0
+    if group.rank == 1:
+        with pytest.raises(mc.PeerTimeout, match="nvshmem_finalize"):
+            finalize(group, 0.5)
+    else:
+        finalize(group, 0.5)
+    state = "rank 0: new; rank 1: finalising it has failed"
+    with pytest.raises(mc.TransportUnavailable, match=state):
+        NvshmemMemory(group, 0)
+    with pytest.raises(mc.StateError, match=state):
+        finalize(group)
+    assert library.calls["init"] == 1
+    group.barrier()
+
+
+def test_an_end_that_failed_is_the_end(tmp_path: Path) -> None:
+    run(2, tmp_path, end_late)
+
+
 def fill_up(group: mc.Group, library: FakeLibrary) -> str:
     with NvshmemMemory(group, 0) as memory, pytest.raises(mc.OutOfMemory) as caught:
         memory.allocate(4 * MiB)

@@ -31,7 +31,8 @@ def finalize(group: Group, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     Raises:
         StateError: NVSHMEM does not run for exactly these ranks, or one of them has a communicator
             open; on every rank.
-        PeerTimeout: a rank did not come.
+        PeerTimeout: a rank did not come; unless that was before anything was stopped, this process
+            cannot use NVSHMEM any more.
     """
     nvshmem_heap.finalize(group, timeout_s)
 
@@ -79,6 +80,7 @@ class NvshmemMemory:
 
         Raises:
             ConfigError: not a positive size, or not the same on all ranks; raised on all of them.
+            StateError: NVSHMEM was finalised.
             OutOfMemory: the heap has no room, on any rank.
             PeerTimeout: a rank does not allocate.
         """

@@ -54,16 +54,20 @@ class Heap:
         self._serial = 0
         self._free: dict[int, Block] = {}  # by serial
         self._used: set[int] = set()  # serials
+        self._stopped = False  # or about to be: which, nobody knows after a PeerTimeout
 
     def allocate(self, group: Group, nbytes: int, timeout_s: float) -> Block:
         """At least ``nbytes``; contents are of no meaning. Collective.
 
         Raises:
+            StateError: NVSHMEM was finalised.
             OutOfMemory: the heap has no room.
             PeerTimeout: a rank did not come.
         """
         padded = -(-nbytes // ALIGN) * ALIGN
         with self._lock:
+            if self._stopped:
+                raise StateError("allocate: NVSHMEM was finalised after this memory was opened")
             common = self._common(group, timeout_s)
             found = next((block for block in common if block.nbytes == padded), None)
             if found is not None:
@@ -101,7 +105,17 @@ class Heap:
             raise StateError(
                 f"finalize: ranks {', '.join(users)} still have communicators open: close them"
             )
+        with self._lock:
+            self._stopped = True
         self._call("nvshmem_finalize", lambda _: self.library.finalize(), 0, timeout_s)
+
+    def state_for(self, members: list[str], index: int | None = None) -> str:
+        """``"same"`` if it serves these processes, on GPU ``index``; else what it is."""
+        if self._stopped:
+            return "finalising it has failed"
+        if self.members == members and index in (None, self.index):
+            return "same"
+        return f"{len(self.members)} ranks on GPU {self.index}"
 
     def _common(self, group: Group, timeout_s: float) -> list[Block]:
         """Blocks that no rank uses any more; the same list everywhere."""
@@ -116,19 +130,21 @@ class Heap:
 
 _lock: Final = threading.Lock()
 _heap: Heap | None = None
+_own_size: str | None = None  # what SIZE_VARIABLE was set to here, not by a user
 
 
 def start(group: Group, index: int, heap_bytes: int, timeout_s: float) -> Heap:
-    """The heap of ``group``'s processes; NVSHMEM is started if it is not yet. Collective.
+    """The heap of ``group``'s processes; NVSHMEM is started if it does not run. Collective.
 
-    ``heap_bytes``: what the first communicator takes; the user's ``NVSHMEM_SYMMETRIC_SIZE`` wins.
+    ``heap_bytes``: what the communicator that starts it takes; the user's
+    ``NVSHMEM_SYMMETRIC_SIZE`` wins.
 
     Raises:
         TransportUnavailable: ranks are threads, or NVSHMEM runs in one of the processes for other
             ranks or on another GPU; on every rank.
         PeerTimeout: a rank did not come.
     """
-    global _heap
+    global _heap, _own_size
     members = [blob.decode() for blob in group.all_gather(process().encode(), timeout_s)]
     if len(set(members)) < len(members):
         raise TransportUnavailable(
@@ -140,7 +156,9 @@ def start(group: Group, index: int, heap_bytes: int, timeout_s: float) -> Heap:
         unique_id = _agree(group, members, index, library, timeout_s)
         if _heap is None:
             os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # multicast: for its collectives
-            os.environ.setdefault(SIZE_VARIABLE, str(max(SPARE * heap_bytes, LEAST_HEAP_BYTES)))
+            if os.environ.get(SIZE_VARIABLE) in (None, _own_size):
+                _own_size = str(max(SPARE * heap_bytes, LEAST_HEAP_BYTES))
+                os.environ[SIZE_VARIABLE] = _own_size
             peer = other_rank(group.rank, group.size)
             bounded(
                 index,
@@ -160,9 +178,7 @@ def finalize(group: Group, timeout_s: float) -> None:
     global _heap
     members = [blob.decode() for blob in group.all_gather(process().encode(), timeout_s)]
     with _lock:
-        state = "new"
-        if _heap is not None:
-            state = "same" if _heap.members == members else f"{len(_heap.members)} ranks"
+        state = "new" if _heap is None else _heap.state_for(members)
         told = group.all_gather(state.encode(), timeout_s, "nvshmem_finalize")
         if any(blob != b"same" for blob in told):
             states = "; ".join(f"rank {rank}: {b.decode()}" for rank, b in enumerate(told))
@@ -185,10 +201,7 @@ def _agree(
     group: Group, members: list[str], index: int, library: Library, timeout_s: float
 ) -> bytes:
     """Whether this group may use NVSHMEM; where nobody has started it, the identity to do so."""
-    state = "new"
-    if _heap is not None:
-        same = _heap.members == members and _heap.index == index
-        state = "same" if same else f"{len(_heap.members)} ranks on GPU {_heap.index}"
+    state = "new" if _heap is None else _heap.state_for(members, index)
     fresh = library.unique_id().hex() if state == "new" and group.rank == 0 else ""
     mine = json.dumps({"state": state, "id": fresh}).encode()
     told = [json.loads(blob) for blob in group.all_gather(mine, timeout_s, "nvshmem_init")]
