@@ -64,7 +64,7 @@ def test_regions_are_apart_and_equal_on_all_ranks(layout: str) -> None:
         assert end <= arena.nbytes
 
 
-def test_records_hold_row_scales_and_meta_in_16_byte_steps() -> None:
+def test_where_meta_row_and_scales_of_a_record_lie() -> None:
     cfg = mc.MoeConfig(
         num_experts=256,
         top_k=8,

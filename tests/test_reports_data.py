@@ -34,7 +34,7 @@ def config(**fields: Any) -> mc.MoeConfig:
 @pytest.mark.parametrize(
     "hidden", [1536, 2048, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 1, 3, 200]
 )
-def test_b01_any_hidden_size_without_padding_on_the_wire(hidden: int, wire: Any) -> None:
+def test_b01_any_hidden_size_with_little_padding_on_the_wire(hidden: int, wire: Any) -> None:
     """A record is the row and the routing: to a line of memory each, or, each rounded up to 16
     bytes, 128 bytes for every 120. Nothing else travels."""
     cfg = config(hidden=hidden, max_tokens=3, wire=wire)
