@@ -158,6 +158,25 @@ def test_num_tokens_is_data() -> None:
         assert frames.frame_count == 1
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 7},
+        {"reduce": "sender"},
+        {"codec": mc.codecs.fp8(), "decode_to": "bfloat16"},
+        {"num_experts": 6},
+    ],
+)
+def test_names_differ_where_graphs_do(fields: dict[str, Any]) -> None:
+    """torch may take a graph that another process has left on disk, checks and all."""
+    bf16 = {"dispatch_dtype": "bfloat16", "combine_dtype": "bfloat16"}
+    endings = []
+    for given in ({}, {}, fields):
+        with alone(**bf16, **given) as one:
+            endings.append(one.name.split(".")[1])
+    assert endings[0] == endings[1] != endings[2]
+
+
 # ---- gradients -------------------------------------------------------------------------------
 
 

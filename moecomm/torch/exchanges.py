@@ -83,8 +83,11 @@ class Exchanges:
     def __init__(self, comm: MoeComm, number: int) -> None:
         self.comm = comm
         self.form = Form.of(comm.layout)
-        # torch keeps compiled graphs on disk, by their text: that of another shape shall differ.
-        self.name = f"{number}.{zlib.crc32(repr(self.form).encode()):08x}"
+        cfg = comm.config
+        # torch keeps compiled graphs on disk, by their text: it shall tell apart what they were
+        # traced with, which is the form, and what has gradients.
+        traced = self.form, cfg.reduce, cfg.replicas, cfg.codec is None, cfg.num_experts
+        self.name = f"{number}.{zlib.crc32(repr(traced).encode()):08x}"
         self._first_ticket = number << 40  # another communicator's tickets are none of ours
         self._open: dict[int, Handle] = {}  # by serial number
         self._lock = threading.RLock()
