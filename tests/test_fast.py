@@ -124,6 +124,7 @@ ODD: dict[str, Callable[[torch.Tensor], Any]] = {
     "needs grad": lambda t: needs_grad(t.to(torch.float32)),
     "sparse": lambda t: t.to(torch.float32).to_sparse(),
     "csr": lambda t: t.to(torch.float32).to_sparse_csr() if t.dim() == 2 else None,
+    "nested": lambda t: torch.nested.nested_tensor([t.to(torch.float32)]),
     "meta": lambda t: t.to("meta"),
     "fake": fake,
     "freed": freed,
@@ -140,6 +141,7 @@ def the_long_way(cfg: MoeConfig, given: dict[str, Any]) -> tuple[tuple[int, ...]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("remembers", [False, True])
@@ -198,6 +200,7 @@ def test_more_tokens_than_allowed_go_the_long_way() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("odd", [None, *ODD])
 @pytest.mark.parametrize("remembers", [False, True])
 def test_combine_arrays(odd: str | None, remembers: bool) -> None:

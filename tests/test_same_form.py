@@ -59,11 +59,21 @@ def test_the_last_form_is_the_one() -> None:
         (torch.zeros(3, 4, dtype=torch.complex64).imag, torch.zeros(3, dtype=torch.int32)),
         (torch.zeros(3, 4, device="meta"), torch.zeros(3, dtype=torch.int32)),
         (torch.zeros(3, 4), None),
+        (torch.zeros(3, 4).to_mkldnn(), torch.zeros(3, dtype=torch.int32)),
         (3, "no tensor"),
     ],
 )
 def test_what_differs_is_not_the_same(others: tuple[Any, Any]) -> None:
     assert taught().facts("key", others) is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_nested_tensor_does_not_end_the_process(which: int) -> None:
+    tensors = [torch.zeros(3, 4), torch.zeros(3, dtype=torch.int32)]
+    assert taught().facts("key", tuple(tensors)) == "facts"
+    tensors[which] = torch.nested.nested_tensor([tensors[which]])
+    assert taught().facts("key", tuple(tensors)) is None
 
 
 def test_a_form_belongs_to_its_key() -> None:
