@@ -51,19 +51,14 @@ def destinations(case: Case, rank: int, num_ranks: int) -> np.ndarray:
 def test_bytes_per_peer_are_those_of_the_reference(
     name: str, num_ranks: int, replicas: int
 ) -> None:
-    """One record per (token, rank): routing, row and scales, each padded to 16 bytes."""
+    """One record per (token, rank)."""
     cfg = dataclasses.replace(CONFIGS[name], replicas=replicas)
     cases = [make_case(cfg, num_ranks, seed) for seed in range(STEPS)]
     all_stats = run_threads(_stats, num_ranks, cases)
     by_rank = cfg.layout == "rank" or cfg.reduce == "sender"
     for rank, stats in enumerate(all_stats):
         sent = sum(destinations(c, rank, num_ranks).sum(axis=0) for c in cases)
-        record = on_wire(
-            cfg,
-            round_up(16 + 12 * cfg.top_k)
-            + round_up(cfg.hidden * (1 if cfg.num_scales else 2))
-            + round_up(4 * cfg.num_scales),
-        )
+        record = record_bytes(cfg)
         assert stats.dispatch_tokens == sent.tolist()
         assert stats.dispatch_bytes == (sent * record).tolist()
         groups = range(0, num_ranks, replicas)
@@ -78,7 +73,8 @@ def test_bytes_per_peer_are_those_of_the_reference(
             if by_rank
             else [sum(rows_of(c, rank, g // replicas) for c in cases) for g in groups]
         )
-        row = on_wire(cfg, round_up(cfg.hidden * (4 if cfg.combine_dtype == "float32" else 2)))
+        row = round_up(cfg.hidden * (4 if cfg.combine_dtype == "float32" else 2))
+        row = in_lines(row) if has_lines(cfg) else row
         assert stats.combine_rows == rows
         assert stats.combine_bytes == [n * row * replicas for n in rows]
 
@@ -88,14 +84,28 @@ def rows_of(case: Case, rank: int, group: int) -> int:
     return int((case.recv[rank].src_rank == group).sum())
 
 
-def on_wire(cfg: mc.MoeConfig, nbytes: int) -> int:
-    """Lines of 128 bytes carry 120; only whole 16-byte rows travel so."""
-    whole = cfg.hidden * (1 if cfg.num_scales else 2) % 16 == 0
-    return nbytes if cfg.wire == "flags" or not whole else -(-nbytes // 120) * 128
+def record_bytes(cfg: mc.MoeConfig) -> int:
+    """Routing, row and scales, each padded to 16 bytes; without lines, routing and the rest to a
+    line of memory."""
+    routing = 16 + 12 * cfg.top_k
+    rest = round_up(cfg.hidden * (1 if cfg.num_scales else 2)) + 4 * cfg.num_scales
+    if has_lines(cfg):
+        return in_lines(round_up(routing) + round_up(rest))
+    return round_up(routing, 128) + round_up(rest, 128)
 
 
-def round_up(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
+def has_lines(cfg: mc.MoeConfig) -> bool:
+    """Only whole 16-byte rows travel so."""
+    return cfg.wire != "flags" and cfg.hidden * (1 if cfg.num_scales else 2) % 16 == 0
+
+
+def in_lines(nbytes: int) -> int:
+    """Lines of 128 bytes carry 120."""
+    return -(-nbytes // 120) * 128
+
+
+def round_up(nbytes: int, step: int = 16) -> int:
+    return -(-nbytes // step) * step
 
 
 def _stats(group: mc.Group, cases: list[Case]) -> mc.Stats:
