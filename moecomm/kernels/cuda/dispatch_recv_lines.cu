@@ -55,7 +55,7 @@ DEVICE Piece piece_of(const Args& a, const Placement& s, u32 j, u32 group, u32 n
 
 // Where record j goes, into space.plan. `meta`: a first reading of its first piece. False as in
 // wait_piece.
-DEVICE bool plan_rows(const Args& a, const Placement& s, WarpSpace& space, u32 j, u32 group, bool keep,
+DEVICE bool find_rows(const Args& a, const Placement& s, WarpSpace& space, u32 j, u32 group, bool keep,
                       LineRead meta, u64 epoch)
 {
     if (LAYOUT != LAYOUT_RANK || keep) {
@@ -94,7 +94,7 @@ DEVICE bool receive_unit(const Args& a, const Placement& s, WarpSpace& space, u3
     UNROLL for (u32 i = 0; i < MOST_PIECES; ++i) reads[i] = pieces(i).read(epoch);
     LineRead meta = reads[0];
     if (LAYOUT != LAYOUT_RANK && begin > 0) meta = piece_of(a, s, j, group, 0).read(epoch);
-    if (!plan_rows(a, s, space, j, group, begin == 0, meta, epoch)) return false;
+    if (!find_rows(a, s, space, j, group, begin == 0, meta, epoch)) return false;
     float scale[MOST_PIECES] = {};
 #if DECODES
     UNROLL for (u32 i = 0; i < MOST_PIECES; ++i)  // beside the reads under way
