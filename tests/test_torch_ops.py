@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing  # torch itself leaves it out
 import torch_ranks
 from payload import assert_same_bits
 from torch_ranks import BACKENDS, BASE, EXCHANGES, FLOATS, LAYERS, NUM_RANKS, alone, compiled
