@@ -89,7 +89,7 @@ def _times(exchange: Exchange) -> dict[str, Any]:
     waiting = _median(comm, exchange, lambda: torch.cuda._sleep(WAIT_CYCLES))
     alone = _median(comm, exchange, lambda: None)
     compute = _products(torch, 1.2 * _everybodys(comm.group, alone["dispatch"]))
-    alone_us = _once(torch, compute)
+    compute_us = _once(torch, compute)
     both = _median(comm, exchange, compute)
     return {
         "kernels_us": {
@@ -98,7 +98,7 @@ def _times(exchange: Exchange) -> dict[str, Any]:
         },
         "halves_us": {k: v for k, v in waiting.items() if "_" in k},
         "alone_us": {k: alone[k] for k in ("dispatch", "combine")},
-        "compute_us": alone_us,
+        "compute_us": compute_us,
         "both_us": both["dispatch"],
         "beside_us": {k: both[k] for k in ("dispatch_send", "between", "dispatch_recv")},
     }

@@ -180,15 +180,23 @@ class MoeComm(Communicator):
         with self._lock:
             self._check_usable("combine_recv")
             handle.expect(self, State.RETURNED, "combine_recv")
-            where = self._runtime.stream(stream, handle.kind)
-            weights, _memory = self._intake.weights(topk_weights, handle, stream, where)
-            words, out = self._intake.result(out, accumulate, handle, stream, where)
-            block = self._blocks[handle.slot]
-            block.write(WEIGHT_FIELDS, weights)
-            block.write(OUT_FIELDS, words)
-            self._launch("combine_recv", handle, where, stream)
-            self._slots.free(handle, State.CLOSED)
-            return out
+            given = self._intake.returning(topk_weights, out, accumulate, handle, stream)
+            return self._sum(handle, given, stream)
+
+    def _sum(
+        self,
+        handle: Handle,
+        given: tuple[tuple[int, ...], tuple[int, ...], Any, int, object],
+        stream: Any,
+    ) -> Any:
+        """``combine_recv`` of what ``Intake.returning`` has found to be good."""
+        weights, words, out, where, _memory = given
+        block = self._blocks[handle.slot]
+        block.write(WEIGHT_FIELDS, weights)
+        block.write(OUT_FIELDS, words)
+        self._launch("combine_recv", handle, where, stream)
+        self._slots.free(handle, State.CLOSED)
+        return out
 
     # ---- both halves in one call -----------------------------------------------------------
 
@@ -214,9 +222,15 @@ class MoeComm(Communicator):
         accumulate: bool = False,
         stream: Any = None,
     ) -> Any:
-        """``combine_send`` and ``combine_recv``."""
-        self.combine_send(y, handle, stream)
-        return self.combine_recv(handle, topk_weights, out, accumulate, stream)
+        """``combine_send`` and ``combine_recv``. What either refuses is refused before ``y`` is
+        sent, and the call may be repeated."""
+        with self._lock:
+            self._check_usable("combine_send")
+            handle.expect(self, State.RECEIVED, "combine_send")
+            given = self._intake.returning(topk_weights, out, accumulate, handle, stream)
+            self.combine_send(y, handle, stream)
+            self._check_usable("combine_recv")
+            return self._sum(handle, given, stream)
 
     # ---- without combining -------------------------------------------------------------------
 

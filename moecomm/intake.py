@@ -76,7 +76,20 @@ class Intake:
         self._wait_for(where, rows)
         return arguments.row_words(rows), where, rows
 
-    def weights(
+    def returning(
+        self, topk_weights: Any, out: Any, accumulate: bool, handle: Handle, stream: Any
+    ) -> tuple[tuple[int, ...], tuple[int, ...], Any, int, object]:
+        """Values of ``WEIGHT_FIELDS`` and of ``OUT_FIELDS``; the array that these describe, ``out``
+        or a new one; the stream; what to keep until the launch.
+
+        Raises: see ``checks_combine.check_combine_weights`` and ``check_out``.
+        """
+        where = self._run.stream(stream, handle.kind)
+        weights, memory = self._weights(topk_weights, handle, stream, where)
+        words, out = self._result(out, accumulate, handle, stream, where)
+        return weights, words, out, where, memory
+
+    def _weights(
         self, topk_weights: Any, handle: Handle, stream: Any, where: int
     ) -> tuple[tuple[int, ...], object]:
         """Values of ``WEIGHT_FIELDS`` and what to keep.
@@ -100,7 +113,7 @@ class Intake:
         self._wait_for(where, found)
         return arguments.weight_words(found), found
 
-    def result(
+    def _result(
         self, out: Any, accumulate: bool, handle: Handle, stream: Any, where: int
     ) -> tuple[tuple[int, ...], Any]:
         """Values of ``OUT_FIELDS`` and the array they describe: ``out``, or a new one.

@@ -135,6 +135,27 @@ def _weights(group: mc.Group, case: Case) -> None:
         group.barrier(20)
 
 
+def test_a_combine_that_is_refused_has_sent_nothing() -> None:
+    """Whichever half the argument is for; and may be tried again."""
+    run_threads(_refused, 2, make_case(config("grouped"), 2))
+
+
+def _refused(group: mc.Group, case: Case) -> None:
+    y, right = case.ys[group.rank], case.weights[group.rank]
+    out = np.empty_like(case.outs[group.rank])
+    wrong: list[tuple[Any, ...]] = [
+        (y[:, :-1], right), (y, None), (y, right[:, :-1]), (y, right, out[:, :-1]),
+        (y, right, None, True),
+    ]  # fmt: skip
+    with mc.MoeComm(case.cfg, group) as comm:
+        handle = comm.dispatch(case.xs[group.rank], case.idxs[group.rank]).handle
+        for first, *others in wrong:
+            with pytest.raises(mc.ConfigError):
+                comm.combine(first, handle, *others)
+        assert_same_bits(comm.combine(y, handle, right), case.outs[group.rank], "out")
+        group.barrier(20)
+
+
 @pytest.mark.parametrize("layout", ["sender", "rank"])
 def test_weights_that_combine_cannot_use_are_refused(layout: str) -> None:
     run_threads(_no_weights, 1, make_case(config(layout), 1))

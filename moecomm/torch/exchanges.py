@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from moecomm import checks_combine, dtypes
+from moecomm import dtypes
 from moecomm.comm import MoeComm
 from moecomm.errors import StateError
 from moecomm.handle import Handle, Received
@@ -92,21 +92,14 @@ class Exchanges:
         self._open: dict[int, Handle] = {}  # by serial number
         self._lock = threading.RLock()
 
-    def dispatch(
-        self,
-        x: Any,
-        topk_idx: Any,
-        topk_weights: Any = None,
-        x_scale: Any = None,
-        num_tokens: Any = None,
-    ) -> Received:
+    def dispatch(self, *given: Any) -> Received:
         """``MoeComm.dispatch``, after closing the oldest exchange if there is no slot left."""
         with self._lock:
             while len(self._open) >= self.comm.config.in_flight:
                 oldest = next(iter(self._open))
                 logger.debug("exchange %d is closed: it was never combined", oldest)
                 self._open.pop(oldest).close()
-            recv = self.comm.dispatch(x, topk_idx, topk_weights, x_scale, num_tokens)
+            recv = self.comm.dispatch(*given)
             self._open[recv.handle.serial] = recv.handle
             return recv
 
@@ -131,15 +124,11 @@ class Exchanges:
 
         Refused arguments leave the exchange as it was: nothing has been sent.
         """
-        comm, given = self.comm, handle.weights_given
         with self._lock:
-            checks_combine.check_combine_weights(
-                comm.config, topk_weights, handle.num_rows, comm.device, given_at_dispatch=given
-            )
             out = None
             if num_tokens is not None:
                 out = self.form.result(handle.num_rows, y.device).zero_()
-            out = comm.combine(y, handle, topk_weights, out)
+            out = self.comm.combine(y, handle, topk_weights, out)
             self._open.pop(handle.serial, None)
             return out
 
