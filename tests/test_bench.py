@@ -205,11 +205,16 @@ def test_bytes_between_gpus_are_counted_once_and_in_the_worse_direction() -> Non
     assert Link(None, None, 0.8).bound_us(1, 1) is None
 
 
-def test_the_host_clock_keeps_results_and_times() -> None:
+def test_the_host_clock_keeps_what_passed_between_start_and_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter((1.0, 1.25, 7.0, 7.5))
+    monkeypatch.setattr("moecomm.bench.timing.time.perf_counter", lambda: next(times))
     clock = HostClock()
-    assert clock.call("twice", lambda x, *, y: x + y, 1, y=2) == 3
-    assert list(clock.us) == ["twice"]
-    assert clock.us["twice"][0] > 0
+    for _ in range(2):
+        clock.start()
+        clock.stop("nap")
+    assert clock.us == {"nap": [250_000.0, 500_000.0]}
 
 
 def test_the_environment_is_plain_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,11 +98,20 @@ class Exchange:
         mark(4)
 
     def timed_pair(self, clock: HostClock) -> None:
-        """The same, by the host's clock."""
-        handle = clock.call(HALVES[0], self.dispatch_send)
-        clock.call(HALVES[1], self.comm.dispatch_recv, handle)
-        clock.call(HALVES[2], self.comm.combine_send, self.y, handle)
-        clock.call(HALVES[3], self.combine_recv, handle)
+        """The same, by the host's clock, which sees the halves alone."""
+        comm, x, idx, early, scale = self.comm, self._x, self._idx, self._early, self._scale
+        clock.start()
+        handle = comm.dispatch_send(x, idx, early, scale)
+        clock.stop(HALVES[0])
+        clock.start()
+        comm.dispatch_recv(handle)
+        clock.stop(HALVES[1])
+        clock.start()
+        comm.combine_send(self.y, handle)
+        clock.stop(HALVES[2])
+        clock.start()
+        comm.combine_recv(handle, self._late, self.out)
+        clock.stop(HALVES[3])
 
 
 class _CaseBench:
