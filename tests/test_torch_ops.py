@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing  # torch itself leaves it out
 import torch_ranks
 from payload import assert_same_bits
+from torch_checks import assert_exchanged, assert_gradients
 from torch_ranks import BACKENDS, BASE, EXCHANGES, FLOATS, LAYERS, NUM_RANKS, alone, compiled
 
 import moecomm as mc
@@ -18,9 +18,6 @@ from moecomm.torch import TorchOps, ops
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-# dtype → largest difference, as a share of the largest value: 24 and 8 significant bits, and a
-# few roundings on the way.
-TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 WAYS = ("plain", *BACKENDS)
 MODES = (
     "plain", "checkpoint", "compiled", "compiled-inside", "checkpoint-eager", "checkpoint-aot_eager"
@@ -60,17 +57,8 @@ def test_e07_the_ops_give_what_the_reference_gives(
     exchanged: list[Any], name: str, way: str
 ) -> None:
     """Compiled or not; in unused rows, too."""
-    case = torch_ranks.exchange_case(name)
     for rank in range(NUM_RANKS):
-        found, expected = exchanged[rank][name][way], case.recv[rank]
-        for field in (
-            "x", "x_scale", "counts", "offsets", "num_rows", "topk_weights", "topk_idx"
-        ):  # fmt: skip
-            want = getattr(expected, field)
-            assert (found[field] is None) == (want is None), field
-            if want is not None:
-                assert_same_bits(found[field], want, f"rank {rank}: {field}")
-        assert_same_bits(found["out"], case.outs[rank], f"rank {rank}: out")
+        assert_exchanged(name, rank, exchanged[rank][name][way])
 
 
 def test_e07_two_communicators_in_one_graph(ranks: list[Any]) -> None:
@@ -187,12 +175,8 @@ def test_e08_gradients_are_those_of_an_unsharded_layer(
     trained: list[Any], name: str, mode: str
 ) -> None:
     """Of tokens, router weights and experts."""
-    limit = TOLERANCE[LAYERS[name].get("dispatch_dtype", "float32")]
-    for rank, expected in enumerate(torch_ranks.dense_layer(name)):
-        for key, want in expected.items():
-            have = trained[rank][name][mode][key]
-            assert have.shape == want.shape
-            assert np.abs(have - want).max() <= limit * np.abs(want).max(), f"rank {rank}: {key}"
+    found = [trained[rank][name][mode] for rank in range(NUM_RANKS)]
+    assert_gradients(name, torch_ranks.dense_layer(name), found)
 
 
 @pytest.mark.parametrize("mode", MODES[1:])

@@ -5,7 +5,7 @@ Apart from the tests, whose imports each rank's process would repeat.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,35 +75,56 @@ def compiled(fn: Callable[..., Any], backend: str) -> Any:
     return torch.compile(fn, fullgraph=True, backend=backend)
 
 
-def all_of_it(group: mc.Group) -> tuple[Any, Any, Any]:
-    """In one start of the processes, which takes longer than what they do."""
+def all_of_it(
+    group: mc.Group, backends: Sequence[str] = BACKENDS, device: str | None = None
+) -> tuple[Any, Any, Any]:
+    """In one start of the processes, which takes longer than what they do.
+
+    ``device``: of every rank's communicators, as ``MoeComm`` takes it.
+    """
     torch.set_num_threads(1)
-    return exchanges(group), two_communicators(group), layers(group)
+    return (
+        exchanges(group, backends, device),
+        two_communicators(group, device),
+        layers(group, backends, device),
+    )
+
+
+def _place(comm: mc.MoeComm) -> torch.device:
+    """Where its tensors are; new ones and torch's streams are there, too."""
+    if comm.device == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(comm.device[1])
+    return torch.device("cuda", comm.device[1])
 
 
 # ---- exchanges -------------------------------------------------------------------------------
 
 
-def exchanges(group: mc.Group) -> dict[str, dict[str, Any]]:
+def exchanges(
+    group: mc.Group, backends: Sequence[str], device: str | None
+) -> dict[str, dict[str, Any]]:
     """Case → backend (or "plain": not compiled) → every array of ``Dispatched``, and ``out``."""
-    return {name: _exchange(group, exchange_case(name)) for name in EXCHANGES}
+    return {name: _exchange(group, exchange_case(name), backends, device) for name in EXCHANGES}
 
 
-def _exchange(group: mc.Group, case: Case) -> dict[str, Any]:
+def _exchange(
+    group: mc.Group, case: Case, backends: Sequence[str], device: str | None
+) -> dict[str, Any]:
     rank = group.rank
-    x, idx, sent, scale = (
-        None if a is None else to_torch(a) for a in dispatch_arguments(case, rank)
-    )
-    y = to_torch(case.ys[rank])
-    weights = None if case.weights_at_dispatch else to_torch(case.weights[rank])
-    with mc.MoeComm(case.cfg, group) as comm:
-        ops = TorchOps(comm)
+    with mc.MoeComm(case.cfg, group, device=device) as comm:
+        where, ops = _place(comm), TorchOps(comm)
+        x, idx, sent, scale = (
+            None if a is None else to_torch(a).to(where) for a in dispatch_arguments(case, rank)
+        )
+        y = to_torch(case.ys[rank]).to(where)
+        weights = None if case.weights_at_dispatch else to_torch(case.weights[rank]).to(where)
 
         def both() -> tuple[Dispatched, Any]:
             recv = ops.dispatch(x, idx, sent, scale)
             return recv, ops.combine(y, recv, weights)
 
-        ways = {"plain": both, **{backend: compiled(both, backend) for backend in BACKENDS}}
+        ways = {"plain": both, **{backend: compiled(both, backend) for backend in backends}}
         found = {way: _as_numpy(*call()) for way, call in ways.items()}
         group.barrier(60)
     return found
@@ -111,17 +132,17 @@ def _exchange(group: mc.Group, case: Case) -> dict[str, Any]:
 
 def _as_numpy(recv: Dispatched, out: Any) -> dict[str, Any]:
     named = {**recv._asdict(), "out": out}
-    return {name: None if a is None else to_numpy(a) for name, a in named.items()}
+    return {name: None if a is None else to_numpy(a.cpu()) for name, a in named.items()}
 
 
-def two_communicators(group: mc.Group) -> list[tuple[Any, Any]]:
+def two_communicators(group: mc.Group, device: str | None) -> list[tuple[Any, Any]]:
     """What two layers of different shapes give in one graph, and what each gives alone."""
-    rng = torch.Generator().manual_seed(group.rank)
-    x = torch.rand(4, BASE["hidden"], generator=rng)
-    idx = torch.randint(0, 5, (4, 3), generator=rng)
-    weights = torch.rand(4, 3, generator=rng)
-    first = mc.MoeComm(config(**FLOATS), group)
-    second = mc.MoeComm(config(**FLOATS, layout="grouped", max_tokens=9), group)
+    first = mc.MoeComm(config(**FLOATS), group, device=device)
+    second = mc.MoeComm(config(**FLOATS, layout="grouped", max_tokens=9), group, device=device)
+    where, rng = _place(first), torch.Generator().manual_seed(group.rank)
+    x = torch.rand(4, BASE["hidden"], generator=rng).to(where)
+    idx = torch.randint(0, 5, (4, 3), generator=rng).to(where)
+    weights = torch.rand(4, 3, generator=rng).to(where)
     one, other = TorchOps(first), TorchOps(second)
 
     def both(x: Any) -> tuple[Any, Any]:
@@ -137,7 +158,7 @@ def two_communicators(group: mc.Group) -> list[tuple[Any, Any]]:
         expected[1] = expected[1] + expected[0]
         actual = compiled(both, "aot_eager")(x)
         group.barrier(60)
-    return [(a.numpy(), e.numpy()) for a, e in zip(actual, expected, strict=True)]
+    return [(a.cpu().numpy(), e.cpu().numpy()) for a, e in zip(actual, expected, strict=True)]
 
 
 # ---- gradients -------------------------------------------------------------------------------
@@ -162,24 +183,28 @@ def layer_inputs(name: str, rank: int) -> dict[str, torch.Tensor]:
     }
 
 
-def layers(group: mc.Group) -> dict[str, dict[str, dict[str, Any]]]:
+def layers(
+    group: mc.Group, backends: Sequence[str], device: str | None
+) -> dict[str, dict[str, dict[str, Any]]]:
     """Layer → way → output, and gradients of ``x``, ``weights`` and this rank's ``experts``."""
-    return {name: _layer(group, name) for name in LAYERS}
+    return {name: _layer(group, name, backends, device) for name in LAYERS}
 
 
-def _layer(group: mc.Group, name: str) -> dict[str, dict[str, Any]]:
-    given = layer_inputs(name, group.rank)
+def _layer(
+    group: mc.Group, name: str, backends: Sequence[str], device: str | None
+) -> dict[str, dict[str, Any]]:
     cfg = config(**{**FLOATS, **LAYERS[name]})
-    with mc.MoeComm(cfg, group) as comm:
+    with mc.MoeComm(cfg, group, device=device) as comm:
         mine = comm.expert_range(group.rank)
-        ops = TorchOps(comm)
+        where, ops = _place(comm), TorchOps(comm)
+        given = {key: a.to(where) for key, a in layer_inputs(name, group.rank).items()}
 
         def layer(x: Any, weights: Any, experts: Any) -> Any:
             recv = ops.dispatch(x, given["idx"])
             if cfg.layout == "batched":
                 y = torch.tanh(recv.x @ experts)
             else:
-                rows = torch.arange(recv.x.shape[0], dtype=torch.int32)
+                rows = torch.arange(recv.x.shape[0], dtype=torch.int32, device=where)
                 owner = torch.searchsorted(recv.offsets[1:].contiguous(), rows, right=True)
                 own = experts[owner.clamp(max=len(mine) - 1)]
                 y = torch.tanh(torch.einsum("nh,nhk->nk", recv.x, own))
@@ -198,7 +223,7 @@ def _layer(group: mc.Group, name: str) -> dict[str, dict[str, Any]]:
             "compiled": _step(given, mine, whole),
             "compiled-inside": _step(given, mine, inside),
         }
-        for backend in BACKENDS:
+        for backend in backends:
             call = compiled(checkpointed, backend)
             found[f"checkpoint-{backend}"] = _step(given, mine, call)
         group.barrier(60)
@@ -215,7 +240,7 @@ def _step(given: dict[str, torch.Tensor], mine: range, call: Any) -> dict[str, A
         out = call(x, weights, own)
         (out.float() * given["factors"]).sum().backward()
     found = {"out": out.detach(), "x": x.grad, "weights": weights.grad, "experts": own.grad}
-    return {name: a.float().numpy() for name, a in found.items()}
+    return {name: a.float().cpu().numpy() for name, a in found.items()}
 
 
 def dense_layer(name: str) -> list[dict[str, Any]]:
