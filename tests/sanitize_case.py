@@ -67,16 +67,16 @@ def exchange(group: mc.Group, cases: Sequence[Case], where: str) -> None:
             weights = there(case.weights[me])
             scale = None if case.x_scales is None else there(case.x_scales[me])
             given = there(case.xs[me]), there(case.idxs[me]), weights if early else None, scale
-            _together(group, where)
+            _together(group, where, "a step:")
             handle = comm.dispatch_send(*given)
-            _together(group, where)
+            _together(group, where, "dispatch_send")
             recv = comm.dispatch_recv(handle)
-            _together(group, where)
+            _together(group, where, "dispatch_recv")
             compare_received(case, me, _on_host(recv))
             comm.combine_send(there(case.ys[me]), handle)
-            _together(group, where)
+            _together(group, where, "combine_send")
             out = comm.combine_recv(handle, None if early else weights)
-            _together(group, where)
+            _together(group, where, "combine_recv")
             comm.check()
             assert_same_bits(to_numpy(out.cpu()), case.outs[me], f"rank {me}: out")
 
@@ -90,12 +90,16 @@ def _on_host(recv: mc.Received) -> mc.Received:
     return received_as_numpy(dataclasses.replace(recv, **arrays))
 
 
-def _together(group: mc.Group, where: str) -> None:
+def _together(group: mc.Group, where: str, done: str) -> None:
+    """All ranks' kernels have ended; says so, since under a sanitizer that can take minutes."""
     if where != "cpu":
         import torch
 
         torch.cuda.synchronize()
     group.barrier(TIMEOUT_S)
+    if group.rank == 0:
+        sys.stdout.write(f"  {done}\n")
+        sys.stdout.flush()
 
 
 def main(names: Sequence[str]) -> None:

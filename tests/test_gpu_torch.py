@@ -31,4 +31,5 @@ def test_e07_e08_exchanges_and_gradients_compiled_or_not(device: str | None) -> 
     for name in LAYERS:
         expected = torch_ranks.dense_layer(name)
         for mode in ("plain", "checkpoint", "compiled", *(f"checkpoint-{b}" for b in BACKENDS)):
-            assert_gradients(name, expected, [trained[name][mode] for _, _, trained in ranks])
+            found = [trained[name][mode] for _, _, trained in ranks]
+            assert_gradients(name, mode, expected, found)

@@ -176,7 +176,7 @@ def test_e08_gradients_are_those_of_an_unsharded_layer(
 ) -> None:
     """Of tokens, router weights and experts."""
     found = [trained[rank][name][mode] for rank in range(NUM_RANKS)]
-    assert_gradients(name, torch_ranks.dense_layer(name), found)
+    assert_gradients(name, mode, torch_ranks.dense_layer(name), found)
 
 
 @pytest.mark.parametrize("mode", MODES[1:])

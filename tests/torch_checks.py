@@ -28,11 +28,12 @@ def assert_exchanged(name: str, rank: int, found: dict[str, Any]) -> None:
 
 
 def assert_gradients(
-    name: str, expected: list[dict[str, Any]], found: list[dict[str, Any]]
+    name: str, mode: str, expected: list[dict[str, Any]], found: list[dict[str, Any]]
 ) -> None:
     """Of tokens, router weights and experts; ``expected`` is ``dense_layer``'s."""
     limit = TOLERANCE[LAYERS[name].get("dispatch_dtype", "float32")]
     for rank, (whole, mine) in enumerate(zip(expected, found, strict=True)):
         for key, want in whole.items():
             assert mine[key].shape == want.shape
-            assert np.abs(mine[key] - want).max() <= limit * np.abs(want).max(), f"{rank}: {key}"
+            most = limit * np.abs(want).max()
+            assert np.abs(mine[key] - want).max() <= most, f"{name}, {mode}, rank {rank}: {key}"
