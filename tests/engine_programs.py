@@ -55,12 +55,28 @@ def RING(state):
 
 
 @hook("int64(int64)")
+def FLOOD(state):
+    """``LEFT`` writes at once, with immediates counting down to 0."""
+    engine, op, left = ld64(state + ENGINE), ld64(state + OP), ld64(state + LEFT)
+    if left == 0:
+        return 0
+    P.begin(engine, op, left)
+    for n in range(left):
+        P.write(
+            engine, op, 0, ld64(state + PEER), ld64(state + LOCAL), ld64(state + LOCAL_KEY), 8,
+            ld64(state + REMOTE), ld64(state + REMOTE_KEY), left - 1 - n,
+        )  # fmt: skip
+    st64(state + LEFT, 0)
+    return 1
+
+
+@hook("int64(int64)")
 def FAILING(state):
     return -42
 
 
 def ring_state(engine: TransferEngine, group: Group, hops: int) -> Block:
-    """What ``RING`` works on."""
+    """What ``RING`` works on, and ``FLOOD``."""
     inbox = engine.allocate(64)
     outbox = engine.allocate(64)
     after = (group.rank + 1) % group.size

@@ -278,6 +278,44 @@ def test_a_program_runs_in_the_loop() -> None:
     assert seen == [2000] * 3
 
 
+@pytest.mark.parametrize("writes", [3, 32, 33, 200])
+def test_a_program_may_queue_more_writes_than_batches_queues_and_credits_take(writes: int) -> None:
+    def work(engine: TransferEngine, group: Group) -> None:
+        state = engine_programs.ring_state(engine, group, hops=writes)
+        group.barrier()
+        engine.set_program(engine_programs.FLOOD, state.address)
+        for imm in range(writes):
+            engine.wait_imm(imm)
+        pump(engine, lambda: engine.program_pending(engine.program_operations[0]) == 0)
+        engine.set_program(0)
+        group.barrier()
+        assert [engine.arrived(imm) for imm in range(writes)] == [0] * writes
+
+    on_fake(work, rough(3), tx_depth=24, rx_depth=12)
+
+
+def test_a_program_gets_nothing_through_to_a_peer_that_failed() -> None:
+    network = FakeNetwork(2)
+
+    def work(engine: TransferEngine, group: Group) -> None:
+        state = engine_programs.ring_state(engine, group, hops=50)
+        group.barrier()
+        if group.rank == 0:
+            network.set(0, fake_nic.FAIL, 1)
+            engine.set_program(engine_programs.FLOOD, state.address)
+            operation = engine.program_operations[0]
+            pump(engine, lambda: engine.program_pending(operation) == 0)
+            posts = network.get(0, fake_nic.POSTS)
+            state.put(engine_programs.LEFT, "=Q", 50)
+            pump(engine, lambda: state.words[engine_programs.LEFT // 8] == 0)
+            pump(engine, lambda: engine.program_pending(operation) == 0)
+            assert network.get(0, fake_nic.POSTS) == posts
+            engine.set_program(0)
+        group.barrier()
+
+    on_fake(work, network)
+
+
 def test_a_program_that_fails_ends_the_engine() -> None:
     def work(engine: TransferEngine, group: Group) -> None:
         engine.set_program(engine_programs.FAILING)

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.jit import flat, inner
-from moecomm.transport.engine.native import c_function, fence, ld64, st32, st64, st64_release
+from moecomm.transport.engine.native import (
+    c_function,
+    fence,
+    ld64,
+    st32,
+    st64,
+    st64_release,
+    unlikely,
+)
 
 _c_calloc = c_function("i64", "i64", "i64")
 
@@ -26,7 +34,7 @@ def counter_of(engine, imm):
     """Address of the counter of ``imm``; 0 when there is no memory left."""
     entry = ld64(engine + S.IMM_DIRECTORY) + (imm >> S.IMM_LEAF_BITS) * 8
     leaf = ld64(entry)
-    if leaf == 0:
+    if unlikely(leaf == 0):
         leaf = _c_calloc(ld64(engine + S.CALLOC), 1 << S.IMM_LEAF_BITS, S.IMM_BYTES)
         if leaf == 0:
             return 0
@@ -52,7 +60,7 @@ def finish(engine, op):
 def piece_done(engine, op, code, detail, channel):
     """One post of the operation is done; ``code`` 0 when it went well."""
     record = ld64(engine + S.OPERATIONS) + op * S.OP_BYTES
-    if code != 0 and ld64(record + S.OP_CODE) == 0:
+    if unlikely(code != 0) and ld64(record + S.OP_CODE) == 0:
         peers = ld64(engine + S.NUM_PEERS)
         st64(record + S.OP_DETAIL, detail)
         st64(record + S.OP_NIC, channel // peers)

@@ -60,7 +60,6 @@ class Memory:
         self._parts = self._plan()
         self.block = self._parts.allocate()
         self.engine = self._parts.address("engine")
-        self.scratch = self._parts.address("scratch")
         self._directory = mmap.mmap(-1, _LEAVES * 8)
         self._anchor = ctypes.c_char.from_buffer(self._directory)
         self.control = Block(
@@ -161,7 +160,6 @@ class Memory:
         parts.add("active", 4 * power_of_two(self._channels))
         parts.add("control_queue", 4 * power_of_two(self._channels))
         parts.add("messages", power_of_two(self.message_places) * self.message_entry)
-        parts.add("scratch", R.POST_BYTES)
         for index, nic in enumerate(self._nics):
             depth = nic.limits.tx_depth
             parts.add(f"slots {index}", depth * S.SLOT_BYTES)
@@ -177,6 +175,7 @@ class Memory:
             S.NUM_NICS: len(self._nics),
             S.NUM_PEERS: self._peers,
             S.NICS: address("nics"),
+            S.NICS_END: address("nics") + len(self._nics) * S.NIC_BYTES,
             S.CHANNELS: address("channels"),
             S.RING: address("ring"),
             S.RING_SIZE: self.ring_size,
@@ -187,6 +186,7 @@ class Memory:
             S.WAITING: address("waiting"),
             S.WAITING_FREE: address("waiting_free"),
             S.WAITING_COUNT: places,
+            S.WAITING_KEPT: MAX_BURST * len(self._nics),
             S.ACTIVE: address("active"),
             S.ACTIVE_SIZE: power_of_two(self._channels),
             S.CONTROL_QUEUE: address("control_queue"),
@@ -219,11 +219,14 @@ class Memory:
             S.NIC_WINDOW: window,
             S.NIC_SLOTS: address(f"slots {index}"),
             S.NIC_FREE: address(f"free {index}"),
-            S.NIC_FREE_SIZE: power_of_two(limits.tx_depth),
+            S.NIC_FREE_MASK: power_of_two(limits.tx_depth) - 1,
             S.NIC_FREE_TAIL: limits.tx_depth,
             S.NIC_BATCH: address(f"batch {index}"),
             S.NIC_EVENTS: address(f"events {index}"),
             S.NIC_GRANTED: window * self._peers,
+            S.NIC_SCAN_AT: window >> 1,
+            S.NIC_INDEX: index,
+            S.NIC_HALF: max(window >> 1, 1),
         }
         for field, value in words.items():
             self.block.put(offset + field, "=q", value)
@@ -235,6 +238,7 @@ class Memory:
             self.block.put(channel + S.CH_NIC, "=q", address("nics") + index * S.NIC_BYTES)
             self.block.put(channel + S.CH_GRANTED, "=q", window)
             self.block.put(channel + S.CH_TOLD_GRANT, "=q", window)
+            self.control.put(self.row(index, peer) + S.ROW_GRANTED, "=q", window)
 
     def _fill_lists(self) -> None:
         first = self._parts.offset("waiting_free")

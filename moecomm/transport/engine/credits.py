@@ -25,45 +25,58 @@ from __future__ import annotations
 from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.jit import flat, inner
-from moecomm.transport.engine.lines import channel_at, nic_at, owe
-from moecomm.transport.engine.native import ld32, ld64, ld64_acquire, st8, st16, st32, st64
-from moecomm.transport.engine.posting import add_to_batch, make_room, may_post
+from moecomm.transport.engine.lines import channel_at, owe
+from moecomm.transport.engine.native import (
+    ld32,
+    ld64,
+    ld64_acquire,
+    st8,
+    st16,
+    st32,
+    st64,
+    unlikely,
+)
+from moecomm.transport.engine.posting import add_to_batch, make_room, may_post, next_place
 
 
 @flat
-def serve_credits(engine, scratch):
-    """Post the credit writes that are owed, as far as queues have room; how many."""
+def serve_credits(engine):
+    """Post the credit writes that are owed, as far as queues have room."""
+    owed = ld64(engine + S.CONTROL_TAIL) - ld64(engine + S.CONTROL_HEAD)
+    if unlikely(owed > 0):
+        _serve(engine, owed)
+
+
+@inner
+def _serve(engine, owed):
     head = ld64(engine + S.CONTROL_HEAD)
-    owed = ld64(engine + S.CONTROL_TAIL) - head
-    posted = 0
     for turn in range(owed):
         place = (head + turn) & (ld64(engine + S.ACTIVE_SIZE) - 1)
         index = ld32(ld64(engine + S.CONTROL_QUEUE) + place * 4)
         st64(engine + S.CONTROL_HEAD, head + turn + 1)
         st64(channel_at(engine, index) + S.CH_OWES, 0)
-        posted += _write_credits(engine, index, scratch)
-    return posted
+        _write_credits(engine, index)
 
 
 @inner
-def _write_credits(engine, index, post):
+def _write_credits(engine, index):
     channel = channel_at(engine, index)
     nic = ld64(channel + S.CH_NIC)
     sent, granted = ld64(channel + S.CH_SENT), ld64(channel + S.CH_GRANTED)
     news = sent != ld64(channel + S.CH_ANNOUNCED) or granted != ld64(channel + S.CH_TOLD_GRANT)
     if not news or ld64(channel + S.CH_BUSY) != 0 or ld64(channel + S.CH_CODE) != 0:
-        return 0  # a write under way looks again when it is done
+        return  # a write under way looks again when it is done
     make_room(engine, nic)
     if not may_post(nic, channel):
         owe(engine, index)
-        return 0
+        return
     row = ld64(channel + S.CH_ROW)
     st64(row + S.ROW_MY_ANNOUNCED, sent)
     st64(row + S.ROW_MY_GRANTED, granted)
     st64(channel + S.CH_ANNOUNCED, sent)
     st64(channel + S.CH_TOLD_GRANT, granted)
     st64(channel + S.CH_BUSY, 1)
-    peers = ld64(engine + S.NUM_PEERS)
+    post, peers = next_place(nic), ld64(engine + S.NUM_PEERS)
     st32(post + R.POST_PEER, index % peers)
     st16(post + R.POST_NIC, index // peers)
     st8(post + R.POST_KIND, R.WRITE)
@@ -75,22 +88,24 @@ def _write_credits(engine, index, post):
     st64(post + R.POST_REMOTE_KEY, ld64(channel + S.CH_REMOTE_KEY))
     add_to_batch(engine, nic, channel, index, post, 0, S.SLOT_CONTROL)
     st64(engine + S.CREDIT_WRITES, ld64(engine + S.CREDIT_WRITES) + 1)
-    return 1
+    st64(engine + S.IDLE, S.BUSY)
 
 
 @inner
-def grant(engine, nic_index):
+def grant(engine, nic):
     """Look at what the peers have announced, and grant what there is room for."""
-    nic = nic_at(engine, nic_index)
     peers = ld64(engine + S.NUM_PEERS)
     arrivals, window = ld64(nic + S.NIC_ARRIVALS), ld64(nic + S.NIC_WINDOW)
     total = ld64(nic + S.NIC_GRANTED)
     room = arrivals + ld64(nic + S.NIC_RX_DEPTH) - total
-    first = arrivals % peers  # nobody is always the last
-    for turn in range(peers):
+    first = ld64(nic + S.NIC_INDEX) * peers
+    index = first + arrivals % peers  # nobody is always the last
+    for _ in range(peers):
         if room <= 0:
             break
-        index = nic_index * peers + (first + turn) % peers
+        index += 1
+        if index == first + peers:
+            index = first
         channel = channel_at(engine, index)
         granted = ld64(channel + S.CH_GRANTED)
         announced = ld64_acquire(ld64(channel + S.CH_ROW) + S.ROW_ANNOUNCED)
@@ -102,4 +117,4 @@ def grant(engine, nic_index):
             room -= given
             owe(engine, index)
     st64(nic + S.NIC_GRANTED, total)
-    st64(nic + S.NIC_SCANNED, arrivals)
+    st64(nic + S.NIC_SCAN_AT, arrivals + (window >> 1))

@@ -132,5 +132,5 @@ def free_slot(nic, slot):
     """First in, first out: a completion that comes twice then finds its slot free."""
     st32(slot_at(nic, slot) + S.SLOT_STATE, S.SLOT_FREE)
     tail = ld64(nic + S.NIC_FREE_TAIL)
-    st32(ld64(nic + S.NIC_FREE) + (tail & (ld64(nic + S.NIC_FREE_SIZE) - 1)) * 4, slot)
+    st32(ld64(nic + S.NIC_FREE) + (tail & ld64(nic + S.NIC_FREE_MASK)) * 4, slot)
     st64(nic + S.NIC_FREE_TAIL, tail + 1)

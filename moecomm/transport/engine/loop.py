@@ -1,9 +1,9 @@
 """The hot loop: one function that a worker thread runs without the GIL until it is told to stop.
 
-One turn: the program, credit writes, lines of waiting commands, new commands, then *every* NIC is
-polled. The order matters in one way: nothing waits for a queue to drain, because a peer's set-up
-or its queue may depend on any of this rank's NICs being polled (the first write to a peer gives
-EAGAIN until both sides have polled).
+One turn: the program, whose writes are posted at once; credit writes, lines of waiting commands,
+new commands; then *every* NIC is polled. The order matters in one way: nothing waits for a queue to
+drain, because a peer's set-up or its queue may depend on any of this rank's NICs being polled (the
+first write to a peer gives EAGAIN until both sides have polled).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.arrivals import expect, forget, piece_done
 from moecomm.transport.engine.credits import grant, serve_credits
+from moecomm.transport.engine.ends import end_channel, lose_posts
 from moecomm.transport.engine.events import end_engine, poll
 from moecomm.transport.engine.jit import flat, hot, inner
 from moecomm.transport.engine.lines import (
@@ -29,18 +30,17 @@ from moecomm.transport.engine.native import (
     ld64_acquire,
     st64,
     st64_release,
+    unlikely,
 )
 from moecomm.transport.engine.posting import (
     admit,
-    end_channel,
     flush,
-    lose_posts,
+    has_places,
     make_room,
     serve_lines,
     withdraw,
 )
 from moecomm.transport.engine.program import clock_ns
-from moecomm.transport.engine.provider import MAX_BURST
 
 _TICK_NS = 1_000_000
 # What is longer between two looks at the clock is not a peer's fault: this thread did not run. It
@@ -71,7 +71,7 @@ def _obey(engine, command):
     if kind == S.EXPECT:
         count = ld64(command + R.POST_NBYTES)
         if not expect(engine, ld32(command + R.POST_IMM), count, op):
-            end_engine(engine, S.NO_MEMORY, 0, 0)
+            end_engine(engine, S.NO_MEMORY, 0, ld64(engine + S.NICS))
         return
     if kind == S.FORGET:
         forget(engine, ld32(command + R.POST_IMM), op)
@@ -89,42 +89,37 @@ def _obey(engine, command):
 
 
 @inner
-def _has_places(engine):
-    """Whether a command may be taken: a whole batch of each NIC may yet be put back."""
-    return ld64(engine + S.WAITING_COUNT) > MAX_BURST * ld64(engine + S.NUM_NICS)
-
-
-@inner
 def _take(engine, ring, head_at, count):
-    """Obey up to ``count`` commands of one ring; how many."""
+    """Obey up to ``count`` commands of one ring."""
     mask = ld64(engine + S.RING_SIZE) - 1
     head = ld64(engine + head_at)
     taken = 0
-    while taken < count and _has_places(engine):
+    while taken < count and has_places(engine):
         _obey(engine, ring + ((head + taken) & mask) * R.POST_BYTES)
         taken += 1
     st64_release(engine + head_at, head + taken)
-    return taken
+    if taken > 0:
+        st64(engine + S.IDLE, S.BUSY)
 
 
 @flat
 def _drain(engine, ring, head_at, tail):
-    """Obey commands of one ring; how many."""
+    """Obey commands of one ring."""
     count = tail - ld64(engine + head_at)
-    return _take(engine, ring, head_at, min(count, _COMMANDS_PER_TURN)) if count > 0 else 0
+    if unlikely(count > 0):
+        _take(engine, ring, head_at, min(count, _COMMANDS_PER_TURN))
 
 
 @flat
 def _drain_program(engine):
     """The same for the ring whose producer is this thread. An empty one starts over: its first
     entries are still in the cache, and of 4096 the next ones are not."""
-    done = _drain(
-        engine, ld64(engine + S.PROGRAM_RING), S.PROGRAM_HEAD, ld64(engine + S.PROGRAM_TAIL)
-    )
-    if done > 0 and ld64(engine + S.PROGRAM_HEAD) == ld64(engine + S.PROGRAM_TAIL):
-        st64(engine + S.PROGRAM_HEAD, 0)
-        st64(engine + S.PROGRAM_TAIL, 0)
-    return done
+    tail = ld64(engine + S.PROGRAM_TAIL)
+    if unlikely(tail != 0):
+        _drain(engine, ld64(engine + S.PROGRAM_RING), S.PROGRAM_HEAD, tail)
+        if ld64(engine + S.PROGRAM_HEAD) == tail:
+            st64(engine + S.PROGRAM_HEAD, 0)
+            st64(engine + S.PROGRAM_TAIL, 0)
 
 
 # ---- Clock --------------------------------------------------------------------------------------
@@ -169,23 +164,33 @@ def _tick(engine, now):
     most = min(_STALL_NS, ld64(engine + S.TIMEOUT_NS) >> 2)
     _look_for_silence(engine, now, max(now - before - most, 0))
     _look_for_aborts(engine)
+    _grant_all(engine)
+
+
+@inner
+def _grant_all(engine):
     for nic in range(ld64(engine + S.NUM_NICS)):
-        grant(engine, nic)
+        grant(engine, nic_at(engine, nic))
 
 
 @flat
 def _rest(engine):
-    """After a turn in which nothing happened: spin, then give up the processor, then sleep; what
-    that counts towards the next look at the clock."""
+    """After a turn: a new one if anything happened; else spin, then give up the processor, then
+    sleep. What that counts towards the next look at the clock."""
     idle = ld64(engine + S.IDLE) + 1
     st64(engine + S.IDLE, idle)
-    if idle & 15 == 0:
-        for nic in range(ld64(engine + S.NUM_NICS)):
-            grant(engine, nic)
-    spin = ld64(engine + S.SPIN_TURNS)
-    if idle <= spin:
+    if idle == 0:
+        return _LONG_TURN
+    if unlikely(idle & 15 == 0):
+        _grant_all(engine)
+    if idle <= ld64(engine + S.SPIN_TURNS):
         return 1  # no pause instruction: it takes longer than all the rest of an idle turn
-    if idle <= spin + ld64(engine + S.YIELD_TURNS):
+    return _let_others(engine, idle - ld64(engine + S.SPIN_TURNS))
+
+
+@inner
+def _let_others(engine, idle):
+    if idle <= ld64(engine + S.YIELD_TURNS):
         _c_yield(ld64(engine + S.SCHED_YIELD))
         return _YIELDED
     _c_usleep(ld64(engine + S.USLEEP), ld64(engine + S.SLEEP_US))
@@ -193,55 +198,58 @@ def _rest(engine):
 
 
 @flat
-def _turn(engine, scratch):
-    """Everything once; how much happened."""
-    nics = ld64(engine + S.NUM_NICS)
-    done = 0
-    for nic in range(nics):
-        st64(nic_at(engine, nic) + S.NIC_FULL, 0)
+def _flush_all(engine):
+    nic, end = ld64(engine + S.NICS), ld64(engine + S.NICS_END)
+    while nic < end:
+        flush(engine, nic)
+        nic += S.NIC_BYTES
+
+
+@flat
+def _turn(engine):
+    """Everything once."""
     program = ld64(engine + S.PROGRAM)
     if program != 0:
         did = _c_program(program, ld64(engine + S.PROGRAM_STATE))
-        if did < 0:
-            end_engine(engine, S.PROGRAM_FAILED, -did, 0)
-        done += did
-    done += serve_credits(engine, scratch)
-    done += serve_lines(engine, _CHANNELS_PER_TURN)
-    done += _drain_program(engine)
-    done += _drain(engine, ld64(engine + S.RING), S.HEAD, ld64_acquire(engine + S.TAIL))
-    for nic in range(nics):
-        flush(engine, nic_at(engine, nic))
-    for nic in range(nics):
-        done += poll(engine, nic)
-    return done
+        if did > 0:
+            st64(engine + S.IDLE, S.BUSY)
+            _flush_all(engine)  # before all other looks, which take 40 instructions
+        elif unlikely(did < 0):
+            end_engine(engine, S.PROGRAM_FAILED, -did, ld64(engine + S.NICS))
+    serve_credits(engine)
+    serve_lines(engine, _CHANNELS_PER_TURN)
+    _drain_program(engine)
+    _drain(engine, ld64(engine + S.RING), S.HEAD, ld64_acquire(engine + S.TAIL))
+    _flush_all(engine)
+    nic, end = ld64(engine + S.NICS), ld64(engine + S.NICS_END)
+    while nic < end:
+        poll(engine, nic)
+        nic += S.NIC_BYTES
 
 
-@hot("int64(int64, int64)")
-def run(engine, scratch):
-    """Run until ``COMMAND`` is ``STOP`` or something ends the engine; what did (``FAULT``).
+@inner
+def _obeys(engine):
+    """Stand still while Python wants that; whether the loop goes on then."""
+    while ld64_acquire(engine + S.COMMAND) == S.PAUSE:
+        st64_release(engine + S.PHASE, S.PAUSED)
+        _c_usleep(ld64(engine + S.USLEEP), _PAUSE_US)
+    st64_release(engine + S.PHASE, S.RUNNING)
+    return ld64_acquire(engine + S.COMMAND) != S.STOP
 
-    ``scratch``: ``POST_BYTES`` of this thread's own.
-    """
+
+@hot("int64(int64)")
+def run(engine):
+    """Run until ``COMMAND`` is ``STOP`` or something ends the engine; what did (``FAULT``)."""
     st64(engine + S.NOW, clock_ns(engine))
     st64_release(engine + S.PHASE, S.RUNNING)
     look_in = _LOOK_AFTER
     while ld64(engine + S.FAULT) == 0:
-        command = ld64_acquire(engine + S.COMMAND)
-        if command == S.STOP:
+        if unlikely(ld64_acquire(engine + S.COMMAND) != S.RUN) and not _obeys(engine):
             break
-        if command == S.PAUSE:
-            st64_release(engine + S.PHASE, S.PAUSED)
-            _c_usleep(ld64(engine + S.USLEEP), _PAUSE_US)
-            continue
-        if ld64(engine + S.PHASE) != S.RUNNING:
-            st64_release(engine + S.PHASE, S.RUNNING)
         st64(engine + S.TURNS, ld64(engine + S.TURNS) + 1)
-        if _turn(engine, scratch) > 0:
-            st64(engine + S.IDLE, 0)
-            look_in -= _LONG_TURN
-        else:
-            look_in -= _rest(engine)
-        if look_in <= 0:
+        _turn(engine)
+        look_in -= _rest(engine)
+        if unlikely(look_in <= 0):
             look_in = _LOOK_AFTER
             _tick(engine, clock_ns(engine))
     program = ld64(engine + S.PROGRAM)

@@ -96,6 +96,18 @@ st32_release: Final = _store(32, "release")
 st64_release: Final = _store(64, "release")
 
 
+def _unlikely(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+    bit = ir.IntType(1)
+    expect = builder.module.declare_intrinsic(
+        "llvm.expect", [bit], ir.FunctionType(bit, [bit, bit])
+    )
+    return builder.call(expect, [args[0], bit(0)])
+
+
+# A condition that hardly ever holds: what follows is kept out of the way of all else.
+unlikely: Final = intrinsic(_TYPERS[0](types.boolean(types.boolean), _unlikely))
+
+
 def _fence(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     builder.fence("seq_cst")
     return context.get_dummy_value()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.arrivals import piece_done
+from moecomm.transport.engine.ends import end_channel
 from moecomm.transport.engine.jit import flat, inner
 from moecomm.transport.engine.lines import (
     activate,
@@ -19,30 +20,56 @@ from moecomm.transport.engine.lines import (
     slot_at,
     stand_first,
 )
-from moecomm.transport.engine.native import c_function, ld32, ld64, ld64_acquire, st32, st64
+from moecomm.transport.engine.native import (
+    c_function,
+    ld32,
+    ld64,
+    ld64_acquire,
+    st32,
+    st64,
+    unlikely,
+)
 from moecomm.transport.engine.provider import MAX_BURST
 
 _c_post = c_function("i64", "i64", "i64", "i64")
 _PATIENCE = 16  # turns that a refused post holds up the ones behind it
 
 
-@inner
-def may_post(nic, channel):
+@flat
+def has_room(nic, channel):
     """Whether batch and queues have room, as far as the engine counts."""
     return (
         ld64(nic + S.NIC_BATCH_COUNT) < MAX_BURST
         and ld64(nic + S.NIC_FREE_TAIL) != ld64(nic + S.NIC_FREE_HEAD)
         and ld64(channel + S.CH_IN_FLIGHT) < ld64(nic + S.NIC_PEER_DEPTH)
-        and (ld64(channel + S.CH_SLOW) == 0 or ld64(channel + S.CH_IN_FLIGHT) == 0)
     )
 
 
 @flat
+def may_post(nic, channel):
+    """Whether there is room, and the channel may use it."""
+    slow = ld64(channel + S.CH_SLOW) != 0
+    return has_room(nic, channel) and not (slow and ld64(channel + S.CH_IN_FLIGHT) > 0)
+
+
+@flat
+def has_places(engine):
+    """Whether a command may be taken: a whole batch of each NIC may yet be put back."""
+    return ld64(engine + S.WAITING_COUNT) > ld64(engine + S.WAITING_KEPT)
+
+
+@flat
+def next_place(nic):
+    """Where the next post of the batch goes, if there is room in it."""
+    return ld64(nic + S.NIC_BATCH) + ld64(nic + S.NIC_BATCH_COUNT) * R.POST_BYTES
+
+
+@flat
 def add_to_batch(engine, nic, channel, index, post, op, kind):
-    """Give the post a slot and its place in the batch; there is room for both."""
+    """Give the post in ``next_place`` its slot; there is room for both."""
     head = ld64(nic + S.NIC_FREE_HEAD)
     st64(nic + S.NIC_FREE_HEAD, head + 1)
-    slot = ld32(ld64(nic + S.NIC_FREE) + (head & (ld64(nic + S.NIC_FREE_SIZE) - 1)) * 4)
+    slot = ld32(ld64(nic + S.NIC_FREE) + (head & ld64(nic + S.NIC_FREE_MASK)) * 4)
     record = slot_at(nic, slot)
     st32(record + S.SLOT_STATE, kind)
     st32(record + S.SLOT_OP, op)
@@ -51,18 +78,28 @@ def add_to_batch(engine, nic, channel, index, post, op, kind):
     if in_flight == 0 and ld64(channel + S.CH_FIRST) == 0:
         st64(channel + S.CH_SINCE, ld64(engine + S.NOW))
     st64(channel + S.CH_IN_FLIGHT, in_flight + 1)
-    count = ld64(nic + S.NIC_BATCH_COUNT)
-    entry = ld64(nic + S.NIC_BATCH) + count * R.POST_BYTES
-    copy_post(entry, post)
-    st32(entry + R.POST_CONTEXT, slot)
-    st64(nic + S.NIC_BATCH_COUNT, count + 1)
+    st32(post + R.POST_CONTEXT, slot)
+    st64(nic + S.NIC_BATCH_COUNT, ld64(nic + S.NIC_BATCH_COUNT) + 1)
 
 
 @inner
 def make_room(engine, nic):
     """Flush a full batch. What is put back may change any line: call it before looking at one."""
-    if ld64(nic + S.NIC_BATCH_COUNT) >= MAX_BURST and ld64(nic + S.NIC_FULL) == 0:
+    if unlikely(ld64(nic + S.NIC_BATCH_COUNT) >= MAX_BURST):
         flush(engine, nic)
+
+
+@flat
+def use_credit(engine, nic, channel, index):
+    """Cause one more arrival at the peer; whether it has granted that."""
+    sent = ld64(channel + S.CH_SENT)
+    if unlikely(sent >= ld64_acquire(ld64(channel + S.CH_ROW) + S.ROW_GRANTED)):
+        owe(engine, index)  # tell the peer of all, so that it can grant more
+        return False
+    st64(channel + S.CH_SENT, sent + 1)
+    if unlikely(sent + 1 - ld64(channel + S.CH_ANNOUNCED) >= ld64(nic + S.NIC_HALF)):
+        owe(engine, index)
+    return True
 
 
 @flat
@@ -70,31 +107,25 @@ def admit(engine, nic, channel, index, command):
     """Post the command with the next batch if queues and credits allow; whether they do."""
     if not may_post(nic, channel) or is_closed_to(channel, command):
         return False
-    if causes_arrival(command):
-        sent = ld64(channel + S.CH_SENT)
-        window = ld64(nic + S.NIC_WINDOW)
-        granted = ld64_acquire(ld64(channel + S.CH_ROW) + S.ROW_GRANTED)
-        if sent >= max(granted, window):
-            owe(engine, index)  # tell the peer of all, so that it can grant more
-            return False
-        st64(channel + S.CH_SENT, sent + 1)
-        if sent + 1 - ld64(channel + S.CH_ANNOUNCED) >= max(window >> 1, 1):
-            owe(engine, index)
-    add_to_batch(engine, nic, channel, index, command, ld32(command + R.POST_CONTEXT), S.SLOT_USER)
+    if causes_arrival(command) and not use_credit(engine, nic, channel, index):
+        return False
+    post, op = next_place(nic), ld32(command + R.POST_CONTEXT)
+    copy_post(post, command)
+    add_to_batch(engine, nic, channel, index, post, op, S.SLOT_USER)
     return True
 
 
 @flat
 def serve_lines(engine, limit):
-    """Post from the lines of up to ``limit`` channels; how many commands."""
+    """Post from the lines of up to ``limit`` channels."""
     waiting = ld64(engine + S.ACTIVE_TAIL) - ld64(engine + S.ACTIVE_HEAD)
-    return _serve(engine, min(waiting, limit)) if waiting > 0 else 0
+    if unlikely(waiting > 0):
+        _serve(engine, min(waiting, limit))
 
 
 @inner
 def _serve(engine, count):
     head = ld64(engine + S.ACTIVE_HEAD)
-    moved = 0
     for turn in range(count):
         place = (head + turn) & (ld64(engine + S.ACTIVE_SIZE) - 1)
         index = ld32(ld64(engine + S.ACTIVE) + place * 4)
@@ -109,11 +140,10 @@ def _serve(engine, count):
             if first == 0 or not admit(engine, nic, channel, index, place_at(engine, first)):
                 break
             leave_line(engine, channel)
+            st64(engine + S.IDLE, S.BUSY)
             burst += 1
         if ld64(channel + S.CH_FIRST) != 0:
             activate(engine, index)
-        moved += burst
-    return moved
 
 
 # ---- Batches ------------------------------------------------------------------------------------
@@ -122,7 +152,7 @@ def _serve(engine, count):
 @flat
 def flush(engine, nic):
     """Hand the batch to the NIC; what it does not take stays for the next turn."""
-    if ld64(nic + S.NIC_BATCH_COUNT) > 0:
+    if ld64(nic + S.NIC_BATCH_COUNT) > 0 and ld64(nic + S.NIC_FULL) != ld64(engine + S.TURNS):
         _hand_over(engine, nic)
 
 
@@ -153,7 +183,7 @@ def _hand_over(engine, nic):
                 break
             left = _withdraw(engine, nic, first, left, index)
     if left > 0:
-        st64(nic + S.NIC_FULL, 1)
+        st64(nic + S.NIC_FULL, ld64(engine + S.TURNS))
         for n in range(left if first != batch else 0):
             copy_post(batch + n * R.POST_BYTES, first + n * R.POST_BYTES)
     st64(nic + S.NIC_BATCH_COUNT, left)
@@ -235,38 +265,3 @@ def _refused_for_good(engine, nic, slot, code):
         piece_done(engine, ld32(record + S.SLOT_OP), code, 0, index)
     free_slot(nic, slot)
     end_channel(engine, index, code, 0)
-
-
-# ---- Ends ---------------------------------------------------------------------------------------
-
-
-@inner
-def end_channel(engine, index, code, detail):
-    """The peer gets nothing more by this NIC: whatever stands in line fails."""
-    channel = channel_at(engine, index)
-    if ld64(channel + S.CH_CODE) == 0:
-        st64(channel + S.CH_DETAIL, detail)
-        st64(channel + S.CH_CODE, code)
-    while ld64(channel + S.CH_FIRST) != 0:
-        place = place_at(engine, ld64(channel + S.CH_FIRST))
-        op = ld32(place + R.POST_CONTEXT)
-        leave_line(engine, channel)
-        if code == S.TIMED_OUT:
-            piece_done(engine, op, code, detail, index)
-        else:
-            piece_done(engine, op, S.PEER_FAILED, code, index)
-
-
-@inner
-def lose_posts(engine, index, code):
-    """Give up what is in flight on a channel: its operations fail now, and its slots stay taken
-    until their events come, if ever."""
-    nic = ld64(channel_at(engine, index) + S.CH_NIC)
-    for slot in range(ld64(nic + S.NIC_TX_DEPTH)):
-        record = slot_at(nic, slot)
-        taken = ld32(record + S.SLOT_STATE)
-        if taken == S.SLOT_FREE or ld32(record + S.SLOT_CHANNEL) != index:
-            continue
-        st32(record + S.SLOT_STATE, S.SLOT_LOST)
-        if taken == S.SLOT_USER:
-            piece_done(engine, ld32(record + S.SLOT_OP), code, 0, index)

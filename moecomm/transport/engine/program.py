@@ -14,7 +14,7 @@ from __future__ import annotations
 from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.arrivals import counter_of
-from moecomm.transport.engine.jit import inner
+from moecomm.transport.engine.jit import flat, inner
 from moecomm.transport.engine.lines import channel_at
 from moecomm.transport.engine.native import (
     c_function,
@@ -25,6 +25,13 @@ from moecomm.transport.engine.native import (
     st32,
     st64,
     st64_release,
+)
+from moecomm.transport.engine.posting import (
+    add_to_batch,
+    has_places,
+    has_room,
+    next_place,
+    use_credit,
 )
 
 __all__ = [
@@ -65,10 +72,22 @@ def pending(engine, op):
 
 @inner
 def write(engine, op, nic, peer, local, local_key, nbytes, remote, remote_key, imm):
-    """Queue a write; ``imm`` below 0: without an immediate. There is ``room`` for it."""
+    """Queue a write; ``imm`` below 0: without an immediate. There is ``room`` for it.
+
+    What may be posted with the next batch goes there at once: a command in the ring takes 80
+    instructions more until it is there, too.
+    """
+    index = nic * ld64(engine + S.NUM_PEERS) + peer
+    channel = channel_at(engine, index)
+    record = ld64(channel + S.CH_NIC)
+    at_once = _is_next(engine, channel) and has_room(record, channel)
+    if at_once and imm >= 0:
+        at_once = use_credit(engine, record, channel, index)
     tail = ld64(engine + S.PROGRAM_TAIL)
     place = tail & (ld64(engine + S.RING_SIZE) - 1)
     post = ld64(engine + S.PROGRAM_RING) + place * R.POST_BYTES
+    if at_once:
+        post = next_place(record)
     st32(post + R.POST_PEER, peer)
     st16(post + R.POST_NIC, nic)
     st8(post + R.POST_KIND, R.WRITE)
@@ -80,7 +99,20 @@ def write(engine, op, nic, peer, local, local_key, nbytes, remote, remote_key, i
     st64(post + R.POST_NBYTES, nbytes)
     st64(post + R.POST_REMOTE, remote)
     st64(post + R.POST_REMOTE_KEY, remote_key)
-    st64(engine + S.PROGRAM_TAIL, tail + 1)
+    if at_once:
+        add_to_batch(engine, record, channel, index, post, op, S.SLOT_USER)
+    else:
+        st64(engine + S.PROGRAM_TAIL, tail + 1)
+
+
+@flat
+def _is_next(engine, channel):
+    """Whether nothing comes before a command to this channel, and nothing is amiss with it."""
+    return (
+        ld64(channel + S.CH_FIRST) | ld64(channel + S.CH_SLOW) | ld64(channel + S.CH_CODE) == 0
+        and ld64(engine + S.PROGRAM_TAIL) == ld64(engine + S.PROGRAM_HEAD)
+        and has_places(engine)
+    )
 
 
 @inner

@@ -263,7 +263,7 @@ class SymmetricMemory:
                 self._memory.set_channel(index, peer, other, self._control.nics[index].local_key)
                 rows.append((other.remote_row, other.remote_key))
             self.control_rows.append(rows)
-        self._resources.worker.start(self._memory.engine, self._memory.scratch)
+        self._resources.worker.start(self._memory.engine)
 
     # ---- Memory ---------------------------------------------------------------------------------
 

@@ -59,14 +59,14 @@ class Worker:
                 f"{self._thread.name} did not answer within {timeout_s:g} s", operation="open"
             ) from error
 
-    def start(self, engine: int, scratch: int) -> None:
+    def start(self, engine: int) -> None:
         """Run the loop on the records at ``engine``."""
         from moecomm.transport.engine import loop
 
         self._engine = engine
 
         def run() -> bool:
-            loop.run(engine, scratch)
+            loop.run(engine)
             return False
 
         self._queue.put(run)
