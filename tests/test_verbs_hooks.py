@@ -211,7 +211,7 @@ def test_events(library: Library) -> None:
     assert (arrived.kind, arrived.imm) == (records.ARRIVED, 0xAABBCCDD)
 
 
-def test_receives_of_nothing_are_posted_again(library: Library) -> None:
+def test_receives_of_nothing_are_posted_again_with_the_next_poll(library: Library) -> None:
     library.state.fill_empty(posting_state.POLL_BATCH + 5)
     assert [len(numbers) for _, numbers in library.receives] == [posting_state.POLL_BATCH, 5]
     library.receives.clear()
@@ -221,6 +221,8 @@ def test_receives_of_nothing_are_posted_again(library: Library) -> None:
         events = library.poll()
         assert isinstance(events, list)
         assert len(events) == count
+        assert library.receives == []
+        assert library.poll() == []
         assert library.receives.pop() == (WRITES, [posting_state.EMPTY_RECEIVE] * count)
     assert library.poll() == []
     assert library.receives == []

@@ -170,10 +170,12 @@ def _renew_messages(state):  # type: ignore[no-untyped-def]
 
 
 @jit.flat
-def _renew_empty(state, count):  # type: ignore[no-untyped-def]
-    """Post ``count`` receives of nothing, at most ``POLL_BATCH``; 0, or a negative error number."""
+def _renew_empty(state):  # type: ignore[no-untyped-def]
+    """Post as many receives of nothing as were used up; 0, or a negative error number."""
+    count = ld64(state + S.NUM_EMPTY)
     if count == 0:
         return 0
+    st64(state + S.NUM_EMPTY, 0)
     requests = ld64(state + S.EMPTY_RECEIVES)
     last = requests + (count - 1) * RECV_WR_BYTES
     st64(last + RECV_WR_NEXT, 0)
@@ -183,6 +185,13 @@ def _renew_empty(state, count):  # type: ignore[no-untyped-def]
     if count < S.POLL_BATCH:
         st64(last + RECV_WR_NEXT, last + RECV_WR_BYTES)
     return -status if status > 0 else status
+
+
+@jit.inner
+def _renew(state):  # type: ignore[no-untyped-def]
+    """Post all receives again that were used up; 0, or a negative error number."""
+    error = _renew_empty(state)
+    return error if error != 0 else _renew_messages(state)
 
 
 @jit.inner
@@ -209,6 +218,7 @@ def _event(state, completion, event):  # type: ignore[no-untyped-def]
     if number & S.MESSAGE_RECEIVE:
         return _message(state, number & _LOW_32, completion, event)
     if number & S.EMPTY_RECEIVE:
+        st64(state + S.NUM_EMPTY, ld64(state + S.NUM_EMPTY) + 1)
         if status != 0:
             st64(state + S.LOST, ld64(state + S.LOST) + 1)
             return 0
@@ -229,20 +239,20 @@ def _event(state, completion, event):  # type: ignore[no-untyped-def]
 
 @jit.hook("int64(int64,int64,int64)")
 def poll(state, events, capacity):  # type: ignore[no-untyped-def]
-    """See ``moecomm.transport.engine.provider``."""
-    error = _renew_messages(state)
-    if error != 0:
-        return error
+    """See ``moecomm.transport.engine.provider``.
+
+    Receives are posted again with the next poll: by then an answer to what came is on its way.
+    """
+    if native.unlikely((ld64(state + S.NUM_EMPTY) | ld64(state + S.NUM_USED)) != 0):
+        error = _renew(state)
+        if error != 0:
+            return error
     most = capacity if capacity < S.POLL_BATCH else S.POLL_BATCH
     completions = ld64(state + S.COMPLETIONS)
     came = _poll_c(ld64(state + S.POLL_CQ), ld64(state + S.CQ), most, completions)
     if came < 0:
         return -_EIO
-    filled, used = 0, 0
+    filled = 0
     for n in range(came):
-        completion = completions + n * WC_BYTES
-        if ld64(completion) & S.EMPTY_RECEIVE:
-            used += 1
-        filled += _event(state, completion, events + filled * EVENT_BYTES)
-    error = _renew_empty(state, used)
-    return error if error != 0 else filled
+        filled += _event(state, completions + n * WC_BYTES, events + filled * EVENT_BYTES)
+    return filled

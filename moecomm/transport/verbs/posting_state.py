@@ -31,10 +31,11 @@ MESSAGE_RECEIVES: Final = 96  # one request for each message buffer
 MESSAGE_BASE: Final = 104
 MESSAGE_BYTES: Final = 112
 USED: Final = 120  # numbers of message buffers that the program still reads ...
-NUM_USED: Final = 128  # ... and how many: they are posted again at the next poll
+NUM_USED: Final = 128  # ... and how many: they are posted again at the next poll,
+NUM_EMPTY: Final = 152  # as are so many receives of no bytes
 INLINE_BYTES: Final = 136
 LOST: Final = 144  # receives that completed with an error
-STATE_WORDS: Final = 19
+STATE_WORDS: Final = 20
 PEER_BYTES: Final = 16
 # Bits of a request's number (wr_id). Sends have the post's context in the low 32.
 EMPTY_RECEIVE: Final = 1 << 62

@@ -14,6 +14,7 @@ from moecomm.transport.verbs.devices import Device, Limits
 from moecomm.transport.verbs.domains import ProtectionDomain
 from moecomm.transport.verbs.gids import Gid
 from moecomm.transport.verbs.library import done, library, made
+from moecomm.transport.verbs.posting_state import POLL_BATCH
 
 MOST_TO_ONE_PEER: Final = (
     256  # a deeper send queue only takes memory: it is drained in microseconds
@@ -76,7 +77,8 @@ def depths(sizing: Sizing, limits: Limits, where: str) -> Depths:
     A completion queue that overruns is lost for good. It gets room for every post and every
     arrival that the engine lets be under way, and for one request more per queue pair, the last
     step of connecting: after an error each of them completes, also those that asked for no
-    completion.
+    completion. There are ``POLL_BATCH`` receives more than arrivals: so many may wait for the next
+    poll to be posted again.
 
     Raises:
         TransportUnavailable: the device is too small.
@@ -85,17 +87,19 @@ def depths(sizing: Sizing, limits: Limits, where: str) -> Depths:
     posts = min(sizing.tx_depth, limits.max_cqe - sizing.rx_depth - spare)
     send = min(posts, MOST_TO_ONE_PEER, limits.max_qp_wr - 1)
     kinds = 2 if sizing.num_messages else 1
-    if posts < 1 or send < 1 or sizing.rx_depth > limits.max_srq_wr:
+    receive = sizing.rx_depth + POLL_BATCH
+    if posts < 1 or send < 1 or receive > limits.max_srq_wr:
         raise TransportUnavailable(
             f"{where}: {sizing.rx_depth} arrivals of {sizing.num_peers} peers are too many for it "
-            f"(at most {limits.max_cqe} completions, {limits.max_srq_wr} shared receives)"
+            f"(at most {limits.max_cqe} completions, {limits.max_srq_wr} shared receives, of which "
+            f"{POLL_BATCH} are not counted on)"
         )
     if kinds * sizing.num_peers + 1 > limits.max_qp:
         raise TransportUnavailable(
             f"{where}: {sizing.num_peers} peers need {kinds * sizing.num_peers + 1} queue pairs, "
             f"it has {limits.max_qp}"
         )
-    return Depths(posts, send, sizing.rx_depth, posts + sizing.rx_depth + spare)
+    return Depths(posts, send, receive, posts + sizing.rx_depth + spare)
 
 
 class CompletionQueue:
