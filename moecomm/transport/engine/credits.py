@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
-from moecomm.transport.engine.jit import flat, inner
+from moecomm.transport.engine.jit import cold, flat
 from moecomm.transport.engine.lines import channel_at, owe
 from moecomm.transport.engine.native import (
     ld32,
@@ -47,7 +47,7 @@ def serve_credits(engine):
         _serve(engine, owed)
 
 
-@inner
+@cold
 def _serve(engine, owed):
     head = ld64(engine + S.CONTROL_HEAD)
     for turn in range(owed):
@@ -58,7 +58,7 @@ def _serve(engine, owed):
         _write_credits(engine, index)
 
 
-@inner
+@cold
 def _write_credits(engine, index):
     channel = channel_at(engine, index)
     nic = ld64(channel + S.CH_NIC)
@@ -91,7 +91,7 @@ def _write_credits(engine, index):
     st64(engine + S.IDLE, S.BUSY)
 
 
-@inner
+@cold
 def grant(engine, nic):
     """Look at what the peers have announced, and grant what there is room for."""
     peers = ld64(engine + S.NUM_PEERS)

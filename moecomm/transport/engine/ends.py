@@ -5,12 +5,12 @@ from __future__ import annotations
 from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.arrivals import piece_done
-from moecomm.transport.engine.jit import inner
+from moecomm.transport.engine.jit import cold
 from moecomm.transport.engine.lines import channel_at, leave_line, place_at, slot_at
 from moecomm.transport.engine.native import ld32, ld64, st32, st64
 
 
-@inner
+@cold
 def end_channel(engine, index, code, detail):
     """The peer gets nothing more by this NIC: whatever stands in line fails."""
     channel = channel_at(engine, index)
@@ -27,7 +27,7 @@ def end_channel(engine, index, code, detail):
             piece_done(engine, op, S.PEER_FAILED, code, index)
 
 
-@inner
+@cold
 def lose_posts(engine, index, code):
     """Give up what is in flight on a channel: its operations fail now, and its slots stay taken
     until their events come, if ever."""

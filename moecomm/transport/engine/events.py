@@ -7,7 +7,7 @@ from moecomm.transport.engine import state as S
 from moecomm.transport.engine.arrivals import arrive, piece_done
 from moecomm.transport.engine.credits import grant
 from moecomm.transport.engine.ends import end_channel
-from moecomm.transport.engine.jit import flat, inner
+from moecomm.transport.engine.jit import cold, flat
 from moecomm.transport.engine.lines import channel_at, free_slot, owe, slot_at
 from moecomm.transport.engine.native import (
     c_function,
@@ -25,7 +25,7 @@ _c_poll = c_function("i64", "i64", "i64", "i64")
 _c_memcpy = c_function("i64", "i64", "i64", "i64")
 
 
-@inner
+@cold
 def end_engine(engine, code, detail, nic):
     """The first fault is kept; ``nic``: its record."""
     if ld64(engine + S.FAULT) == 0:
@@ -80,7 +80,7 @@ def _arrived(engine, nic, imm):
     st64(engine + S.INBOX_TAIL, tail + 1)
 
 
-@inner
+@cold
 def _received(engine, nic, event):
     """Copy a message into the ring that Python empties."""
     tail, size = ld64(engine + S.MESSAGE_TAIL), ld64(engine + S.MESSAGES_SIZE)

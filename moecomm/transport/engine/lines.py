@@ -9,38 +9,38 @@ from __future__ import annotations
 
 from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
-from moecomm.transport.engine.jit import flat, inner
+from moecomm.transport.engine.jit import cold, flat, inner
 from moecomm.transport.engine.native import ld8, ld32, ld64, st32, st64
 
 
-@inner
+@flat
 def nic_at(engine, nic):
     return ld64(engine + S.NICS) + nic * S.NIC_BYTES
 
 
-@inner
+@flat
 def channel_at(engine, index):
     return ld64(engine + S.CHANNELS) + index * S.CHANNEL_BYTES
 
 
-@inner
+@flat
 def copy_post(target, source):
     for offset in range(0, R.POST_BYTES, 8):
         st64(target + offset, ld64(source + offset))
 
 
-@inner
+@flat
 def causes_arrival(post):
     return ld8(post + R.POST_KIND) == R.SEND or (ld8(post + R.POST_FLAGS) & R.HAS_IMM) != 0
 
 
-@inner
+@flat
 def is_closed_to(channel, post):
     """Whether the channel has ended, and the post is not one for that very case."""
     return ld64(channel + S.CH_CODE) != 0 and (ld8(post + R.POST_FLAGS) & S.ANYWAY) == 0
 
 
-@inner
+@cold
 def _enter(engine, index, is_in, queue, tail_at):
     """Put the channel last in a queue that holds each channel once; ``is_in``: where it says so."""
     channel = channel_at(engine, index)
@@ -67,7 +67,7 @@ def activate(engine, index):
 # ---- Lines of waiting commands ------------------------------------------------------------------
 
 
-@inner
+@flat
 def place_at(engine, number):
     """Place ``number`` of the pool, from 1; its link is in POST_SEQUENCE."""
     return ld64(engine + S.WAITING) + (number - 1) * R.POST_BYTES
@@ -80,7 +80,7 @@ def _take_place(engine):
     return ld32(ld64(engine + S.WAITING_FREE) + count * 4)
 
 
-@inner
+@cold
 def stand_last(engine, index, command):
     """Put a command at the end of its channel's line."""
     channel, number = channel_at(engine, index), _take_place(engine)
@@ -97,7 +97,7 @@ def stand_last(engine, index, command):
     activate(engine, index)
 
 
-@inner
+@cold
 def stand_first(engine, index, command):
     channel, number = channel_at(engine, index), _take_place(engine)
     place = place_at(engine, number)
@@ -122,7 +122,7 @@ def leave_line(engine, channel):
 # ---- Slots --------------------------------------------------------------------------------------
 
 
-@inner
+@flat
 def slot_at(nic, slot):
     return ld64(nic + S.NIC_SLOTS) + slot * S.SLOT_BYTES
 

@@ -14,7 +14,7 @@ from moecomm.transport.engine.arrivals import expect, forget, piece_done
 from moecomm.transport.engine.credits import grant, serve_credits
 from moecomm.transport.engine.ends import end_channel, lose_posts
 from moecomm.transport.engine.events import end_engine, poll
-from moecomm.transport.engine.jit import flat, hot, inner
+from moecomm.transport.engine.jit import cold, flat, hot
 from moecomm.transport.engine.lines import (
     channel_at,
     is_closed_to,
@@ -88,7 +88,7 @@ def _obey(engine, command):
         stand_last(engine, index, command)
 
 
-@inner
+@cold
 def _take(engine, ring, head_at, count):
     """Obey up to ``count`` commands of one ring."""
     mask = ld64(engine + S.RING_SIZE) - 1
@@ -125,7 +125,7 @@ def _drain_program(engine):
 # ---- Clock --------------------------------------------------------------------------------------
 
 
-@inner
+@cold
 def _look_for_aborts(engine):
     if ld64(engine + S.ABORTED_BY) != 0:
         return
@@ -137,7 +137,7 @@ def _look_for_aborts(engine):
             return
 
 
-@inner
+@cold
 def _look_for_silence(engine, now, stalled):
     """End channels on which nothing has moved for too long."""
     limit = ld64(engine + S.TIMEOUT_NS)
@@ -153,7 +153,7 @@ def _look_for_silence(engine, now, stalled):
             lose_posts(engine, index, S.TIMED_OUT)
 
 
-@inner
+@cold
 def _tick(engine, now):
     before = ld64(engine + S.NOW)
     st64(engine + S.NOW, now)
@@ -167,7 +167,7 @@ def _tick(engine, now):
     _grant_all(engine)
 
 
-@inner
+@cold
 def _grant_all(engine):
     for nic in range(ld64(engine + S.NUM_NICS)):
         grant(engine, nic_at(engine, nic))
@@ -188,7 +188,7 @@ def _rest(engine):
     return _let_others(engine, idle - ld64(engine + S.SPIN_TURNS))
 
 
-@inner
+@cold
 def _let_others(engine, idle):
     if idle <= ld64(engine + S.YIELD_TURNS):
         _c_yield(ld64(engine + S.SCHED_YIELD))
@@ -227,7 +227,7 @@ def _turn(engine):
         nic += S.NIC_BYTES
 
 
-@inner
+@cold
 def _obeys(engine):
     """Stand still while Python wants that; whether the loop goes on then."""
     while ld64_acquire(engine + S.COMMAND) == S.PAUSE:

@@ -6,7 +6,7 @@ from moecomm.transport.engine import records as R
 from moecomm.transport.engine import state as S
 from moecomm.transport.engine.arrivals import piece_done
 from moecomm.transport.engine.ends import end_channel
-from moecomm.transport.engine.jit import flat, inner
+from moecomm.transport.engine.jit import cold, flat, inner
 from moecomm.transport.engine.lines import (
     activate,
     causes_arrival,
@@ -123,7 +123,7 @@ def serve_lines(engine, limit):
         _serve(engine, min(waiting, limit))
 
 
-@inner
+@cold
 def _serve(engine, count):
     head = ld64(engine + S.ACTIVE_HEAD)
     for turn in range(count):
@@ -152,13 +152,27 @@ def _serve(engine, count):
 @flat
 def flush(engine, nic):
     """Hand the batch to the NIC; what it does not take stays for the next turn."""
-    if ld64(nic + S.NIC_BATCH_COUNT) > 0 and ld64(nic + S.NIC_FULL) != ld64(engine + S.TURNS):
-        _hand_over(engine, nic)
+    count = ld64(nic + S.NIC_BATCH_COUNT)
+    if count > 0 and ld64(nic + S.NIC_FULL) != ld64(engine + S.TURNS):
+        accepted = _post(engine, nic, ld64(nic + S.NIC_BATCH), count)
+        if unlikely(accepted != count):
+            _was_refused(engine, nic, accepted)
+        else:
+            st64(nic + S.NIC_STUCK, 0)
+            st64(nic + S.NIC_BATCH_COUNT, 0)
 
 
-@inner
-def _hand_over(engine, nic):
-    """What ``flush`` does with a batch that is not empty.
+@flat
+def _post(engine, nic, first, count):
+    """What the provider says."""
+    accepted = _c_post(ld64(nic + S.NIC_POST), ld64(nic + S.NIC_STATE), first, count)
+    st64(engine + S.POSTED, ld64(engine + S.POSTED) + max(accepted, 0))
+    return accepted
+
+
+@cold
+def _was_refused(engine, nic, accepted):
+    """What ``flush`` does with a batch of which the provider took that many, or said why not.
 
     A full queue and a peer that cannot take anything look alike. Most refusals are full queues,
     and soon over. A post that is refused turn after turn goes back to its channel's line, so that
@@ -166,22 +180,23 @@ def _hand_over(engine, nic):
     """
     left = ld64(nic + S.NIC_BATCH_COUNT)
     batch = first = ld64(nic + S.NIC_BATCH)
-    while left > 0:
-        accepted = _c_post(ld64(nic + S.NIC_POST), ld64(nic + S.NIC_STATE), first, left)
+    while True:
         if accepted < 0:
             _refused_for_good(engine, nic, ld32(first + R.POST_CONTEXT), -accepted)
             first, left = first + R.POST_BYTES, left - 1
-            continue
-        st64(engine + S.POSTED, ld64(engine + S.POSTED) + accepted)
-        first, left = first + accepted * R.POST_BYTES, left - accepted
-        if accepted > 0:
-            st64(nic + S.NIC_STUCK, 0)
-        if left > 0:
-            st64(engine + S.REFUSED, ld64(engine + S.REFUSED) + 1)
-            index = ld32(slot_at(nic, ld32(first + R.POST_CONTEXT)) + S.SLOT_CHANNEL)
-            if not _gets_past(engine, nic, index):
-                break
-            left = _withdraw(engine, nic, first, left, index)
+        else:
+            first, left = first + accepted * R.POST_BYTES, left - accepted
+            if accepted > 0:
+                st64(nic + S.NIC_STUCK, 0)
+            if left > 0:
+                st64(engine + S.REFUSED, ld64(engine + S.REFUSED) + 1)
+                index = ld32(slot_at(nic, ld32(first + R.POST_CONTEXT)) + S.SLOT_CHANNEL)
+                if not _gets_past(engine, nic, index):
+                    break
+                left = _withdraw(engine, nic, first, left, index)
+        if left == 0:
+            break
+        accepted = _post(engine, nic, first, left)
     if left > 0:
         st64(nic + S.NIC_FULL, ld64(engine + S.TURNS))
         for n in range(left if first != batch else 0):
@@ -189,7 +204,7 @@ def _hand_over(engine, nic):
     st64(nic + S.NIC_BATCH_COUNT, left)
 
 
-@inner
+@cold
 def _gets_past(engine, nic, index):
     """Whether the posts behind one that was refused are tried now; then its channel is slow."""
     channel = channel_at(engine, index)
@@ -203,7 +218,7 @@ def _gets_past(engine, nic, index):
     return True
 
 
-@inner
+@cold
 def _withdraw(engine, nic, batch, count, index):
     """Put a channel's posts of a batch back into its line; how many others are left."""
     for back in range(count):
@@ -221,7 +236,7 @@ def _withdraw(engine, nic, batch, count, index):
     return kept
 
 
-@inner
+@cold
 def withdraw(engine, index):
     """Put what a channel has in its NIC's batch back into its line."""
     nic = ld64(channel_at(engine, index) + S.CH_NIC)
@@ -229,7 +244,7 @@ def withdraw(engine, index):
     st64(nic + S.NIC_BATCH_COUNT, _withdraw(engine, nic, batch, count, index))
 
 
-@inner
+@cold
 def _put_back(engine, nic, post):
     slot = ld32(post + R.POST_CONTEXT)
     record = slot_at(nic, slot)
@@ -255,7 +270,7 @@ def _put_back(engine, nic, post):
     stand_first(engine, index, post)
 
 
-@inner
+@cold
 def _refused_for_good(engine, nic, slot, code):
     record = slot_at(nic, slot)
     index = ld32(record + S.SLOT_CHANNEL)

@@ -49,7 +49,7 @@ def room(engine):
     return ld64(engine + S.RING_SIZE) - taken
 
 
-@inner
+@flat
 def begin(engine, op, count):
     """Start an operation of ``count`` writes, which follow."""
     record = ld64(engine + S.OPERATIONS) + op * S.OP_BYTES
@@ -57,20 +57,20 @@ def begin(engine, op, count):
     st64_release(record + S.OP_PENDING, count)
 
 
-@inner
+@flat
 def extend(engine, op, count):
     """Add ``count`` writes, which follow, to an operation that was begun."""
     record = ld64(engine + S.OPERATIONS) + op * S.OP_BYTES
     st64_release(record + S.OP_PENDING, ld64(record + S.OP_PENDING) + count)
 
 
-@inner
+@flat
 def pending(engine, op):
     """How many of the operation's writes are not done."""
     return ld64(ld64(engine + S.OPERATIONS) + op * S.OP_BYTES + S.OP_PENDING)
 
 
-@inner
+@flat
 def write(engine, op, nic, peer, local, local_key, nbytes, remote, remote_key, imm):
     """Queue a write; ``imm`` below 0: without an immediate. There is ``room`` for it.
 
@@ -136,7 +136,7 @@ def arrivals(engine, imm):
     return ld64(counter + S.IMM_ARRIVED) - ld64(counter + S.IMM_USED)
 
 
-@inner
+@flat
 def take(engine, imm, count):
     """Use up ``count`` arrivals of ``imm`` if so many have come; whether they have."""
     counter = counter_of(engine, imm)
@@ -169,7 +169,7 @@ def clock_ns(engine):
     return ld64(spec) * 1_000_000_000 + ld64(spec + 8)
 
 
-@inner
+@flat
 def next_arrival(engine):
     """The next immediate that has come; -1: there is none now. Only with ``takes_arrivals``."""
     head = ld64(engine + S.INBOX_HEAD)
