@@ -23,6 +23,7 @@ def blocks(layout: Layout, run: Runtime) -> list[ArgBlock]:
                 timeout_ns=int(layout.cfg.timeout_s * 1e9),
                 remote_flags=run.remote_flags,
                 remote_bulk=run.remote_bulk,
+                network_bulk=run.network_bulk,
             )
         )
         for slot in range(layout.cfg.in_flight)

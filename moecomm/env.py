@@ -58,6 +58,11 @@ VARIABLES: Final = (
         "1 launches every GPU kernel after the one before it has ended (no dependent launch)",
     ),
     Variable(
+        "BOUNCE",
+        "0",
+        "1 makes ranks on CPUs carry bytes for a network through memory of their own, as GPUs do",
+    ),
+    Variable(
         "NVSHMEM_NO_POINTERS",
         "0",
         "1 makes transport='nvshmem' put to every peer, also to those that kernels could store to",

@@ -29,6 +29,8 @@ CHANNEL_HEAD: Final = 0
 CHANNEL_ACK: Final = 1
 CHANNEL_RECORDS: Final = 2
 PLAN_WORDS: Final = 8  # of one slot and peer
+HALVES: Final = 2  # that receive: dispatch_recv, combine_recv
+PUSHED_DOORS: Final = 4  # those that push rings: all but ACK
 EXTRA_HEAD_WORDS: Final = 2  # where returned rows land at the source; records of this very replica
 
 
@@ -40,6 +42,8 @@ class Remote:
         mode: who moves bytes: ``"proxied"``, a host thread; ``"nvshmem"``, the kernels.
         private_records: proxied: records for each peer that leave before the others are packed.
         chunk: nvshmem: records, or rows, that one put carries.
+        bounce: proxied: kernels work on an image of ``bulk``, and carry bytes between it and the
+            memory that the network reaches. Ranks may differ in this one.
 
     Raises:
         ConfigError: a field breaks its rule.
@@ -48,6 +52,7 @@ class Remote:
     mode: Literal["proxied", "nvshmem"]
     private_records: int = 32
     chunk: int = 8
+    bounce: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -56,6 +61,8 @@ class Remote:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r}: must be an integer from 1")
+        if self.bounce and self.mode != "proxied":
+            raise ConfigError(f"bounce={self.bounce!r}: only with mode='proxied'")
 
 
 class RemoteAreas:
@@ -75,6 +82,7 @@ class RemoteAreas:
                 "cannot reach"
             )
         self.proxied = remote.mode == "proxied"
+        self.bounce = remote.bounce
         self.mode = MODES[remote.mode]
         self.private_records = remote.private_records
         self.chunk = remote.chunk
@@ -83,6 +91,7 @@ class RemoteAreas:
             layout.num_ranks,
             layout.num_groups,
         )
+        self.head_words = layout.head_words
         self.head_bytes = round_up(layout.head_words * WORD, 16)
         self.record_bytes, self.row_bytes = layout.record_bytes, layout.combine_stride
         # One rank's share of its group's tokens, to one rank; and to all ranks together.
@@ -128,6 +137,7 @@ class RemoteAreas:
         arena.add("abort_in", WORD * proxied)
         arena.add("door", self.slots * DOOR_WORDS * WORD * proxied)
         arena.add("plan", pairs * PLAN_WORDS * WORD * proxied)
+        arena.add("landed", self.slots * HALVES * WORD * proxied)
         arena.add("arrived", pairs * self.channels * WORD)
         return arena
 
@@ -156,6 +166,21 @@ class RemoteAreas:
         arena.add("return_base", pairs * 4, poison=True)
         arena.add("row_base", pairs * 4, poison=True)
         arena.add("staged_first", self.slots * (self.num_groups + 1) * 4, poison=True)
+        self._add_bounce(arena)
+
+    def _add_bounce(self, arena: Arena) -> None:
+        """What the stages, push and pull tell each other by."""
+        slots, pairs = self.slots * self.bounce, self.slots * self.num_ranks * self.bounce
+        arena.add("rung", slots * DOOR_WORDS * WORD)
+        arena.add("plan", pairs * PLAN_WORDS * WORD)
+        arena.add("pushed", slots * HALVES * WORD)
+        arena.add("push_parts", slots * PUSHED_DOORS * 4)
+        arena.add("pulled", slots * HALVES * WORD)
+        arena.add("pull_claim", slots * HALVES * WORD)
+        arena.add("pull_go", slots * HALVES * 2 * WORD)
+        arena.add("pull_parts", slots * HALVES * 2 * 4)
+        arena.add("pull_count", pairs * 2 * 4, poison=True)
+        arena.add("return_count", pairs * 4, poison=True)
 
     def counters(self, layout: Layout) -> int:
         """Counters a slot. proxied: blocks that are done, for three doors; nvshmem: what each
@@ -169,6 +194,7 @@ class RemoteAreas:
         """What device code is told beside ``NO_REMOTE``'s names: ``FLG_*`` and ``BLK_*``."""
         table = {
             "REMOTE": self.mode,
+            "BOUNCE": int(self.bounce),
             "PRIVATE_RECORDS": self.private_records,
             "REMOTE_CHUNK": self.chunk,
             "HEAD_BYTES": self.head_bytes,
@@ -180,6 +206,7 @@ class RemoteAreas:
             "CHANNELS": self.channels,
             "DOOR_WORDS": DOOR_WORDS,
             "PLAN_WORDS": PLAN_WORDS,
+            "LANDED_WORDS": self.slots * HALVES,
         }
         table |= {f"FLG_{r.name.upper()}": r.offset for r in self.flags}
         table |= {f"BLK_{r.name.upper()}": r.offset for r in self.bulk}
@@ -188,15 +215,17 @@ class RemoteAreas:
 
 LOCAL_NAMES: Final = (
     "relay", "relay_claim", "remote_base", "packed", "return_row", "return_base", "row_base",
-    "staged_first",
+    "staged_first", "rung", "plan", "pushed", "push_parts", "pulled", "pull_claim", "pull_go",
+    "pull_parts", "pull_count", "return_count",
 )  # fmt: skip
 # The same names where every peer is reachable: device code mentions them, and never uses them.
 NO_REMOTE: Final = {
     **dict.fromkeys(
         (
-            "REMOTE", "PRIVATE_RECORDS", "HEAD_BYTES", "STAGED_RECORDS", "STAGED_ROWS",
+            "REMOTE", "BOUNCE", "PRIVATE_RECORDS", "HEAD_BYTES", "STAGED_RECORDS", "STAGED_ROWS",
             "LANDING_ROWS", "RECORD_CHUNKS", "ROW_CHUNKS", "CHANNELS", "DOOR_WORDS", "PLAN_WORDS",
-            "FLG_ABORT_OUT", "FLG_ABORT_IN", "FLG_DOOR", "FLG_PLAN", "FLG_ARRIVED",
+            "LANDED_WORDS",
+            "FLG_ABORT_OUT", "FLG_ABORT_IN", "FLG_DOOR", "FLG_PLAN", "FLG_LANDED", "FLG_ARRIVED",
             "BLK_OUT_HEAD", "BLK_IN_HEAD", "BLK_OUT_RECORD", "BLK_IN_RECORD", "BLK_OUT_ROW",
             "BLK_IN_ROW",
         ),

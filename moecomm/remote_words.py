@@ -15,6 +15,7 @@ from moecomm.remote import (
     CHANNEL_HEAD,
     CHANNEL_RECORDS,
     DOOR_WORDS,
+    HALVES,
     PLAN_WORDS,
     WORD,
     RemoteAreas,
@@ -92,7 +93,7 @@ class RemoteWords:
     """Positions for rank ``rank``.
 
     Word indices, from the beginning of the flags: ``abort_out``, ``abort_in``, ``door``, ``plan``,
-    ``arrived``. Moves: ``head``, ``private``, ``records``, ``rows``.
+    ``landed``, ``arrived``. Moves: ``head``, ``private``, ``records``, ``rows``.
     """
 
     def __init__(self, areas: RemoteAreas, rank: int) -> None:
@@ -102,6 +103,7 @@ class RemoteWords:
         self.abort_in = areas.flags["abort_in"].offset // WORD
         self._door = areas.flags["door"].offset // WORD
         self._plan = areas.flags["plan"].offset // WORD
+        self._landed = areas.flags["landed"].offset // WORD
         self._arrived = areas.flags["arrived"].offset // WORD
 
     def door(self, slot: int, door: int) -> int:
@@ -111,6 +113,11 @@ class RemoteWords:
     def plan(self, slot: int, rank: int, field: int) -> int:
         """A number about the exchange with ``rank``; see ``Plan``."""
         return self._plan + (slot * self.areas.num_ranks + rank) * PLAN_WORDS + field
+
+    def landed(self, slot: int, half: int) -> int:
+        """1: all that this half receives of its slot's present epoch has come; ``half``: 0 for
+        dispatch_recv, 1 for combine_recv."""
+        return self._landed + slot * HALVES + half
 
     def arrived(self, slot: int, source: int, channel: int) -> int:
         """Holds the last epoch of which ``source`` 's part has come."""

@@ -58,6 +58,12 @@ class RemoteRuntime(cpu.CpuRuntime):
         self.world.memory.append([self._memory.buffer(region) for region in self._regions])
 
 
+def served(mode: str, **sizes: int) -> Remote:
+    """``mode``: that of ``Remote``, or ``"bounce"``: proxied, by a bounce."""
+    bounce = mode == "bounce"
+    return Remote(mode="proxied" if bounce else mode, bounce=bounce, **sizes)  # type: ignore
+
+
 def pretend(monkeypatch: Any, world: World) -> None:
     """From now on, communicators on the CPU are those of ``world``."""
 
@@ -128,6 +134,6 @@ def words(world: World, rank: int) -> bytes:
     remote = sum(1 << peer for peer in range(num_ranks) if world.is_remote(rank, peer))
     runs = [world.runtimes[r] for r in range(num_ranks)]
     pad = [0] * (16 - num_ranks)
-    flags, bulk = [r.remote_flags for r in runs], [r.remote_bulk for r in runs]
+    flags, bulk = [r.remote_flags for r in runs], [r.network_bulk for r in runs]
     values = [rank, ctypes.addressof(world.stop), remote, *flags, *pad, *bulk, *pad]
     return struct.pack(f"{len(values)}Q", *values)

@@ -468,7 +468,8 @@ def test_ranks_of_other_nodes_are_served_through_pinned_memory(
             assert areas is not None
             assert not comm.layout.lines
             flags, bulk = run._pinned
-            assert (run.remote_flags, run.remote_bulk) == (flags.address, bulk.address)
+            assert (run.remote_flags, run.network_bulk) == (flags.address, bulk.address)
+            assert run.remote_bulk == run._image.address
             pointers = [run._memory.peer_pointer(rank, run._region) for rank in range(2)]
             assert [p is not None for p in pointers] == [group.rank == 0, group.rank == 1]
             group.barrier()

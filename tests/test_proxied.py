@@ -150,7 +150,7 @@ def test_writes_are_those_of_the_protocol(
     """One head and one row write to every remote peer, one private write and one of the rest where
     there are records; nothing else, and not a byte more."""
     remote = Remote(mode="proxied", private_records=2)
-    monkeypatch.setattr("moecomm.runtime.proxied.Remote", lambda mode: remote)
+    monkeypatch.setattr("moecomm.runtime.proxied.Remote", lambda **_: remote)
     cfg = dataclasses.replace(SMALL, **changes)
     cases = [make_case(cfg, 4, step, skew=0.3 * step) for step in range(4)]
     cases.append(make_case(cfg, 4, 9, tokens=[0, 6, 0, 3][: 4 // cfg.replicas]))

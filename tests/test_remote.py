@@ -12,7 +12,7 @@ from exchange import Case, make_case, run_case
 from hypothesis import given, note
 from hypothesis import strategies as st
 from problems import Problem, examples, problems
-from remote import World, pretend, simulate_remote
+from remote import World, pretend, served, simulate_remote
 from schedules import Action, for_rank, random_schedule, walk
 from test_properties import _capped, _need
 
@@ -22,7 +22,7 @@ from moecomm.emulator import Faults
 from moecomm.remote import Remote
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-MODES = ("proxied", "nvshmem")
+MODES = ("proxied", "bounce", "nvshmem")
 
 
 @st.composite
@@ -32,7 +32,7 @@ def worlds(draw: Any, num_ranks: int, mode: str) -> World:
     if draw(st.booleans()):
         nodes = list(range(num_ranks))
     sizes = {"private_records": draw(st.integers(1, 4)), "chunk": draw(st.integers(1, 4))}
-    return World(Remote(mode=mode, **sizes), nodes)  # type: ignore[arg-type]
+    return World(served(mode, **sizes), nodes)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -86,13 +86,13 @@ BUSY = mc.MoeConfig(
 )
 
 
-@pytest.mark.parametrize(("mode", "replicas"), [("proxied", 1), ("nvshmem", 2)])
+@pytest.mark.parametrize(("mode", "replicas"), [("proxied", 1), ("bounce", 1), ("nvshmem", 2)])
 def test_every_schedule_of_a_busy_step(
     monkeypatch: pytest.MonkeyPatch, mode: Any, replicas: int
 ) -> None:
     """More records than are private, more than a chunk, slots used again, on 40 schedules."""
     cfg = dataclasses.replace(BUSY, replicas=replicas)
-    world = World(Remote(mode=mode, private_records=3, chunk=3), [0, 1, 0, 1])
+    world = World(served(mode, private_records=3, chunk=3), [0, 1, 0, 1])
     cases = [make_case(cfg, 4, step) for step in range(3)]
     pretend(monkeypatch, world)
     for seed in range(40):
@@ -100,7 +100,7 @@ def test_every_schedule_of_a_busy_step(
 
 
 @pytest.mark.parametrize("reduce", ["receiver", "sender"])
-@pytest.mark.parametrize(("mode", "replicas"), [("proxied", 2), ("nvshmem", 1)])
+@pytest.mark.parametrize(("mode", "replicas"), [("proxied", 2), ("bounce", 2), ("nvshmem", 1)])
 def test_counting_that_is_divided_among_blocks(
     monkeypatch: pytest.MonkeyPatch, mode: Any, replicas: int, reduce: Any
 ) -> None:
@@ -108,7 +108,7 @@ def test_counting_that_is_divided_among_blocks(
     monkeypatch.setattr(layout, "UNDIVIDED_TOKENS", 4)
     monkeypatch.setattr(layout, "LEAST_CHUNK", 4)
     cfg = dataclasses.replace(BUSY, replicas=replicas, reduce=reduce)
-    world = World(Remote(mode=mode, private_records=3, chunk=3), [0, 1, 0, 1])
+    world = World(served(mode, private_records=3, chunk=3), [0, 1, 0, 1])
     cases = [make_case(cfg, 4, step) for step in range(2)]
     pretend(monkeypatch, world)
     for seed in range(40):
@@ -117,7 +117,7 @@ def test_counting_that_is_divided_among_blocks(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_stores_that_arrive_late_and_out_of_order(monkeypatch: Any, mode: Any) -> None:
-    world = World(Remote(mode=mode, private_records=3, chunk=3), [0, 1, 1])
+    world = World(served(mode, private_records=3, chunk=3), [0, 1, 1])
     cases = [make_case(BUSY, 3, step) for step in range(3)]
     pretend(monkeypatch, world)
     for seed in range(1, 11):
@@ -135,7 +135,7 @@ def _run(group: mc.Group, cases: list[Case]) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_many_steps_without_tokens_here_and_there(monkeypatch: Any, mode: Any) -> None:
     """Ranks that send or get nothing still acknowledge, and need not be waited for."""
-    world = World(Remote(mode=mode, private_records=2, chunk=2), [0, 1, 2])
+    world = World(served(mode, private_records=2, chunk=2), [0, 1, 2])
     counts = [[0, 0, 0], [4, 0, 0], [0, 13, 1], [13, 0, 4], [0, 0, 0], [1, 2, 3]]
     cases = [make_case(BUSY, 3, step, tokens=tokens) for step, tokens in enumerate(counts)]
     pretend(monkeypatch, world)
@@ -147,7 +147,7 @@ def test_many_steps_without_tokens_here_and_there(monkeypatch: Any, mode: Any) -
 def test_a_rank_that_dies_is_named_on_every_node(monkeypatch: Any, mode: Any) -> None:
     """Whoever notices first tells the others, those on other nodes by their mover."""
     cfg = dataclasses.replace(BUSY, hidden=16)
-    world = World(Remote(mode=mode, private_records=2, chunk=2), [0, 1, 1])
+    world = World(served(mode, private_records=2, chunk=2), [0, 1, 1])
     cases = [make_case(cfg, 3, step) for step in range(3)]
     pretend(monkeypatch, world)
     for seed in range(12):

@@ -37,8 +37,8 @@ PROXIED = {
     ),
     "door-not-released": Mutation(
         "remote.cuh",
-        "st_release_sys(flag_word(a, FLG_DOOR,",
-        "st_relaxed_sys(flag_word(a, FLG_DOOR,",
+        "st_release_sys(BOUNCE && door",
+        "st_relaxed_sys(BOUNCE && door",
     ),
     "arrival-passed-on-without-release": Mutation(
         "remote_wait.cuh", "st_release_sys(copy, wanted);", "st_relaxed_sys(copy, wanted);"

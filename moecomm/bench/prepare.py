@@ -33,7 +33,8 @@ def layouts(options: Options) -> list[Layout]:
 def remote(options: Options) -> Remote | None:
     """How the ranks, which are on one machine, serve each other where some pretend not to be."""
     pretended = (env.integer("NODE_SIZE", 1) or options.ranks) < options.ranks
-    return Remote(mode="proxied") if options.transport in NETWORKS and pretended else None
+    network = options.transport in NETWORKS
+    return Remote(mode="proxied", bounce=True) if network and pretended else None
 
 
 def variants(wanted: Iterable[Layout]) -> list[Variant]:
@@ -41,7 +42,7 @@ def variants(wanted: Iterable[Layout]) -> list[Variant]:
     return [
         Variant("ahead", stage, layout, code)
         for layout in wanted
-        for stage, code in stage_kernels(layout.cfg)
+        for stage, code in stage_kernels(layout)
     ]
 
 

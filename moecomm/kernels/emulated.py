@@ -11,11 +11,11 @@ from moecomm.kernels import coding, source
 from moecomm.kernels.args import Args
 from moecomm.kernels.geometry import EMULATOR, Grain, Machine, geometry, grain
 from moecomm.kernels.stages import (
-    STAGES,
     emulator_defines,
     emulator_table,
     kernel_name,
     stage_kernels,
+    stages,
 )
 from moecomm.layout import Layout
 
@@ -37,12 +37,12 @@ class EmulatedKernels:
         self._words: dict[str, tuple[int, ...]] = {}
         self._simulation = simulation
         self._machine = machine
-        self._grains = {stage: self._cut(stage) for stage in STAGES}
+        self._grains = {stage: self._cut(stage) for stage in stages(layout)}
         self._worlds: dict[tuple[EmulatorProgram, tuple[int, ...]], ProcessWorld] = {}
         coding.addresses(layout.cfg.coded)  # a codec that does not work is an error here
         checks = simulation is not None and simulation.checks
         prepare_all(
-            (self._program(stage, code) for stage, code in stage_kernels(layout.cfg)), checks=checks
+            (self._program(stage, code) for stage, code in stage_kernels(layout)), checks=checks
         )
 
     def launch(self, stage: str, args: Args, num_tokens: int, input_code: int) -> None:

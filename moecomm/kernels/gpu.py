@@ -19,11 +19,19 @@ from moecomm.kernels.geometry import (
     shared_bytes,
 )
 from moecomm.kernels.jit import Compiled, LinkInput, compile_kernel
-from moecomm.kernels.stages import STAGES, gpu_defines, kernel_name, stage_kernels
+from moecomm.kernels.stages import gpu_defines, kernel_name, stage_kernels, stages
 from moecomm.layout import Layout
 
 MAX_READY: Final = 4096  # one a kernel, size and stream
 SHARED_BYTES: Final = 48 << 10  # what a kernel may have without asking
+
+
+def _may_start_early(stage: str, shared: bool) -> bool:
+    """A sending half that has started early only waits, for its own rank's kernels; where those
+    wait for somebody else on the same GPU, it would hold the room which that one needs."""
+    if stage.endswith(("_recv", "_pull")):
+        return True
+    return not shared and not stage.endswith("_push")
 
 
 class GpuKernels:
@@ -31,7 +39,7 @@ class GpuKernels:
 
     Compiled and loaded at construction, with every attribute set: the first launch may be inside
     a graph capture, where none of that is allowed. ``link``: what every one of them is linked with.
-    ``shared``: other ranks compute on the same GPU.
+    ``shared``: others compute on the same GPU that this rank's kernels wait for.
     """
 
     def __init__(
@@ -46,9 +54,9 @@ class GpuKernels:
         self._shared = shared
         self._link = link
         self._layout = layout
-        self._grains = {stage: self._cut(stage) for stage in STAGES}
+        self._grains = {stage: self._cut(stage) for stage in stages(layout)}
         multiprocessors = attribute(index, "MULTIPROCESSOR_COUNT")
-        self._machines = {stage: self._machine(stage, multiprocessors) for stage in STAGES}
+        self._machines = {stage: self._machine(stage, multiprocessors) for stage in stages(layout)}
         major = attribute(index, "COMPUTE_CAPABILITY_MAJOR")
         minor = attribute(index, "COMPUTE_CAPABILITY_MINOR")
         self._arch = f"sm_{major}{minor}"
@@ -63,7 +71,7 @@ class GpuKernels:
             self._launch = cu.cuLaunchKernelEx
             self._success = cu.CUresult.CUDA_SUCCESS
             self._functions = {
-                (stage, code): self._load(stage, code) for stage, code in stage_kernels(layout.cfg)
+                (stage, code): self._load(stage, code) for stage, code in stage_kernels(layout)
             }
 
     def launch(
@@ -112,9 +120,7 @@ class GpuKernels:
         early = cu.CUlaunchAttribute()
         early.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         early.value.programmaticStreamSerializationAllowed = 1
-        # A sending half that has started early only waits, for its own rank's kernels; where those
-        # wait for another rank of the same GPU, it would hold the room which that one needs.
-        if self._early_start and (stage.endswith("_recv") or not self._shared):
+        if self._early_start and _may_start_early(stage, self._shared):
             config.attrs, config.numAttrs = [early], 1
         return config
 

@@ -19,12 +19,32 @@ from moecomm.layout import Layout
 from moecomm.remote import Remote
 
 STAGES: Final = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release")
+# A bounce: the kernel that follows a sending stage, and the one ahead of a receiving stage.
+PUSH: Final = {"dispatch_send": "dispatch_push", "combine_send": "combine_push"}
+PULL: Final = {"dispatch_recv": "dispatch_pull", "combine_recv": "combine_pull"}
+BOUNCE_STAGES: Final = (*PUSH.values(), *PULL.values())
 CAST_INPUTS: Final = ("bfloat16", "float16", "float32")
 
 
 def kernel_name(layout: Layout, stage: str) -> str:
     """The kernel of a stage; its source is ``<name>.cu``."""
     return f"{stage}_lines" if layout.lines and stage != "release" else stage
+
+
+def stages(layout: Layout) -> tuple[str, ...]:
+    """Those that ``layout`` has."""
+    return (*STAGES, *BOUNCE_STAGES) if has_bounce(layout) else STAGES
+
+
+def has_bounce(layout: Layout) -> bool:
+    return layout.remote is not None and layout.remote.bounce
+
+
+def in_line(layout: Layout, stage: str) -> tuple[str, ...]:
+    """What runs, in this order, for one half."""
+    if not has_bounce(layout):
+        return (stage,)
+    return tuple(name for name in (PULL.get(stage), stage, PUSH.get(stage)) if name)
 
 
 def input_codes(cfg: MoeConfig) -> list[int]:
@@ -36,17 +56,20 @@ def input_codes(cfg: MoeConfig) -> list[int]:
     return [wire, *casts]
 
 
-def stage_kernels(cfg: MoeConfig) -> list[tuple[str, int]]:
+def stage_kernels(layout: Layout) -> list[tuple[str, int]]:
     """Every stage, with the code of each element type that its input may have; 0: it has none."""
-    codes = {"dispatch_send": input_codes(cfg)}
-    return [(stage, code) for stage in STAGES for code in codes.get(stage, [0])]
+    codes = {"dispatch_send": input_codes(layout.cfg)}
+    return [(stage, code) for stage in stages(layout) for code in codes.get(stage, [0])]
 
 
 def dtype_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int]:
     """Element types of one stage; those it does not use are fixed, so that it compiles once."""
     cfg = layout.cfg
-    wire = coding.wire_code(cfg) if stage.startswith("dispatch") else dtypes.BF16
-    combine = dtypes.code(cfg.combine_dtype) if stage.startswith("combine") else dtypes.BF16
+    moves = stage not in BOUNCE_STAGES  # they copy bytes, of whatever type
+    wire = coding.wire_code(cfg) if stage.startswith("dispatch") and moves else dtypes.BF16
+    combine = (
+        dtypes.code(cfg.combine_dtype) if stage.startswith("combine") and moves else dtypes.BF16
+    )
     return {
         "SMEM_STRUCT_BYTES": SMEM_STRUCT_BYTES,
         "INPUT_DTYPE": input_code if stage == "dispatch_send" else dtypes.BF16,
@@ -164,9 +187,9 @@ def variants() -> list[Variant]:
     }
     layouts = {label: Layout(cfg, ranks, 0) for label, (cfg, ranks) in cases.items()}
     for label, (cfg, ranks) in proxied.items():
-        layouts[label] = Layout(cfg, ranks, 0, Remote(mode="proxied"))
+        layouts[label] = Layout(cfg, ranks, 0, Remote(mode="proxied", bounce=True))
     return [
         Variant(label, stage, layout, code)
         for label, layout in layouts.items()
-        for stage, code in stage_kernels(layout.cfg)
+        for stage, code in stage_kernels(layout)
     ]

@@ -42,7 +42,7 @@ def choose_remote(
     if transport in NETWORKS:
         from moecomm.runtime import proxied
 
-        return proxied.choose(cfg, group, transport)
+        return proxied.choose(cfg, group, transport, kind)
     return None
 
 

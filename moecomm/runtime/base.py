@@ -20,7 +20,8 @@ class Runtime(Protocol):
     local: int  # address of the rank's own workspace
     symmetric: int  # ... of what peers write to
     remote_flags: int  # ... of the words that a mover of remote peers' bytes shares; 0: none are
-    remote_bulk: int  # ... of the areas that it moves bytes from and to; 0: none
+    remote_bulk: int  # ... of the areas where kernels pack and find bytes; 0: none
+    network_bulk: int  # ... of those that a mover moves bytes from and to: mostly the same ones
     status_address: int  # ... of what kernels write status records to
     owner: object  # keeps the workspace alive; arrays handed to the caller hold it
 

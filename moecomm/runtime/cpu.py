@@ -19,6 +19,7 @@ from moecomm.group import Group
 from moecomm.kernels.args import STATUS_BYTES, ArgBlock, Status
 from moecomm.kernels.emulated import EmulatedKernels
 from moecomm.kernels.numba_jit.sources import Sources
+from moecomm.kernels.stages import has_bounce, in_line
 from moecomm.layout import Layout
 from moecomm.runtime.base import POISON, as_stream
 from moecomm.transport import NETWORKS, open_memory
@@ -77,7 +78,8 @@ class CpuRuntime:
         if isinstance(self._memory, HybridMemory) and layout.areas is not None:
             self._start_mover(group, transport, self._memory)
         shared = sum(region.nbytes for region in self._regions)
-        self.memory_bytes = shared + layout.local.nbytes + STATUS_BYTES
+        image = 0 if self._image is None else self._regions[-1].nbytes
+        self.memory_bytes = shared + image + layout.local.nbytes + STATUS_BYTES
 
     def stream(self, given: Any, kind: Kind) -> int:
         """There are no streams here; what cannot be one is refused all the same."""
@@ -97,7 +99,9 @@ class CpuRuntime:
         stream: int,
         stream_object: object = None,
     ) -> None:
-        self._kernels.launch(stage, block.args, num_tokens, input_code)
+        for name in in_line(self._layout, stage):
+            code = input_code if name == stage else 0
+            self._kernels.launch(name, block.args, num_tokens, code)
 
     def statuses(self) -> list[Status]:
         return self._statuses
@@ -133,7 +137,12 @@ class CpuRuntime:
         starts = [region.address for region in self._regions]
         if one:
             starts = [starts[0], starts[0] + sizes[0], starts[0] + sizes[0] + sizes[1]]
-        self.symmetric, self.remote_flags, self.remote_bulk = (*starts, 0, 0)[:3]
+        self.symmetric, self.remote_flags, self.network_bulk = (*starts, 0, 0)[:3]
+        self.remote_bulk = self.network_bulk
+        self._image: HostMemory | None = None
+        if has_bounce(self._layout):
+            self._image = HostMemory(sizes[-1])
+            self.remote_bulk = self._image.address
 
     def _shared_arenas(self) -> list[Arena]:
         areas = self._layout.areas
@@ -193,8 +202,10 @@ class CpuRuntime:
 
     def _arenas(self) -> list[tuple[int, Arena]]:
         """All memory, with its parts."""
-        shared = [self.symmetric, self.remote_flags, self.remote_bulk]
-        return [(self.local, self._layout.local), *zip(shared, self._shared_arenas(), strict=False)]
+        shared = [self.symmetric, self.remote_flags, self.network_bulk]
+        arenas = self._shared_arenas()
+        image = [] if self._image is None else [(self._image.address, arenas[-1])]
+        return [(self.local, self._layout.local), *zip(shared, arenas, strict=False), *image]
 
 
 def _fill(base: int, arena: Arena) -> None:

@@ -19,6 +19,7 @@ from moecomm.kernels.args import STATUS_BYTES, ArgBlock, Status
 from moecomm.kernels.gpu import GpuKernels
 from moecomm.kernels.numba_jit.sources import Sources
 from moecomm.kernels.nvshmem_link import find_copy
+from moecomm.kernels.stages import has_bounce, in_line
 from moecomm.layout import Layout
 from moecomm.runtime.base import POISON
 from moecomm.runtime.devices import choose_index
@@ -43,7 +44,9 @@ class CudaRuntime:
     synchronous = False
     remote_flags = 0
     remote_bulk = 0
+    network_bulk = 0
     _mover: Mover | None = None
+    _image: gpu_pages.GpuPages | None = None
     stream: Callable[[Any, Kind], int]  # Streams.find, without a call between
 
     def __init__(
@@ -99,7 +102,9 @@ class CudaRuntime:
         if self._get_current()[1] == self._context:  # nearly always: no context manager then
             if stream != self._streams.last:
                 self._streams.enter(stream, stream_object)
-            self._kernels.launch(stage, block, num_tokens, input_code, stream)
+            for name in in_line(self._layout, stage):
+                code = input_code if name == stage else 0
+                self._kernels.launch(name, block, num_tokens, code, stream)
             return
         with current(self._index):
             self.launch(stage, block, num_tokens, input_code, stream, stream_object)
@@ -123,7 +128,7 @@ class CudaRuntime:
         self._closed = True
         with self._undo:
             cuda_driver.synchronize(self._index)
-        self.owner = None
+        self.owner = self._image = None
 
     def _load(self) -> bool:
         """What concerns this rank alone."""
@@ -147,7 +152,9 @@ class CudaRuntime:
     def _make_kernels(self) -> GpuKernels:
         if self._sources is None:
             link = find_copy().link if self._puts else ()
-            return GpuKernels(self._layout, self._index, link, shared=self._shared)
+            # Push and pull must find room beside what waits for them.
+            shared = self._shared or has_bounce(self._layout)
+            return GpuKernels(self._layout, self._index, link, shared=shared)
         from moecomm.kernels.numba_jit.gpu import GpuPythonKernels
 
         return GpuPythonKernels(self._layout, self._index, self._sources)
@@ -161,13 +168,16 @@ class CudaRuntime:
         return HybridGpuMemory(self._group, nodes, self._index, timeout_s)
 
     def _pin(self) -> bool:
-        """What the mover works on: memory of the host that kernels read and write over PCIe, so
-        that any network interface can reach it, and no kernel need run for that."""
+        """What the mover works on: memory of the host, so that any network interface can reach it;
+        and the image of it that the stages work on, in the GPU's own."""
         areas = self._layout.areas
         assert areas is not None
         self._pinned = [PinnedMemory(self._index, arena.nbytes) for arena in areas.arenas]
         self._undo.callback(self._unpin)
-        self.remote_flags, self.remote_bulk = (part.address for part in self._pinned)
+        self.remote_flags, self.network_bulk = (part.address for part in self._pinned)
+        self._image = gpu_pages.make(self._index, areas.bulk.nbytes, shareable=False)
+        self._workspace_bytes += self._image.nbytes
+        self.remote_bulk = self._image.address
         return True
 
     def _unpin(self) -> None:
@@ -210,7 +220,8 @@ class CudaRuntime:
             self._poison(self.symmetric, self._layout.symmetric)
             self._poison(self.local, self._layout.local)
             if self._layout.areas is not None:
-                self._poison(self.remote_bulk, self._layout.areas.bulk)
+                for bulk in {self.remote_bulk, self.network_bulk}:
+                    self._poison(bulk, self._layout.areas.bulk)
         pointers = [self._memory.peer_pointer(rank, self._region) or 0 for rank in ranks]
         self._write_words("peers", pointers)
         if isinstance(self._memory, NvshmemMemory) and self._puts:
@@ -226,7 +237,7 @@ class CudaRuntime:
         self.symmetric = self._region.address
         if areas is not None and self._puts:
             self.remote_flags = self.symmetric + sizes[0]
-            self.remote_bulk = self.remote_flags + sizes[1]
+            self.remote_bulk = self.network_bulk = self.remote_flags + sizes[1]
 
     def _introduce_modules(self) -> None:
         """NVSHMEM fills in the device code's state, and lets go of it before it is unloaded."""

@@ -6,6 +6,7 @@ import logging
 from importlib import import_module
 from typing import Any, Final
 
+from moecomm import env
 from moecomm.agreement import SETUP_S, together
 from moecomm.config import MoeConfig
 from moecomm.errors import TransportUnavailable
@@ -45,8 +46,10 @@ def choose_network(group: Group, timeout_s: float) -> str:
     return STAND_IN
 
 
-def choose(cfg: MoeConfig, group: Group, transport: str) -> Remote | None:
+def choose(cfg: MoeConfig, group: Group, transport: str, kind: str) -> Remote | None:
     """``None`` where all ranks are on one node: then no network interface is touched.
+
+    ``kind`` of device: with GPUs bytes bounce, since the network reaches memory of the host.
 
     Collective; the same on all ranks.
 
@@ -62,7 +65,7 @@ def choose(cfg: MoeConfig, group: Group, transport: str) -> Remote | None:
         logger.info("rank %d: %s: nothing goes by %r", group.rank, nodes, transport)
         return None
     logger.info("rank %d: %s, joined by %r", group.rank, nodes, transport)
-    return Remote(mode="proxied")
+    return Remote(mode="proxied", bounce=kind == "cuda" or env.flag("BOUNCE"))
 
 
 def start_mover(

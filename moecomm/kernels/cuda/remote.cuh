@@ -3,6 +3,11 @@
 //
 // REMOTE 0: there are none, and everything behind `if (REMOTE ...)` is gone. 1: a host thread
 // moves bytes; kernels ring doors and it stores `arrived`. 2: kernels put them with NVSHMEM.
+//
+// BOUNCE, with REMOTE 1: the network cannot reach the memory that kernels are good at. Then the stages
+// work on an image of the areas, and kernels beside them carry bytes between that and the memory of the
+// host that the network reaches: push, behind a sending stage, and pull, ahead of a receiving one
+// (bounce.cuh). They also speak with the mover for the stages; only acknowledgements go around them.
 #pragma once
 #include "nvshmem.cuh"
 
@@ -39,7 +44,8 @@ DEVICE u64 pair_number(const Args& a, u64 rank) { return a.slot * NUM_RANKS + ra
 
 DEVICE u64* plan_word(const Args& a, u64 rank, u32 field)
 {
-    return flag_word(a, FLG_PLAN, pair_number(a, rank) * PLAN_WORDS + field);
+    const u64 n = pair_number(a, rank) * PLAN_WORDS + field;
+    return BOUNCE ? local_at<u64>(a, LOC_PLAN, n) : flag_word(a, FLG_PLAN, n);
 }
 
 DEVICE u64 channel_number(const Args& a, u64 source, u32 channel)
@@ -52,11 +58,39 @@ DEVICE u64* arrived_word(const Args& a, u64 source, u32 channel)
     return flag_word(a, FLG_ARRIVED, channel_number(a, source, channel));
 }
 
+DEVICE u64* door_word(const Args& a, u32 door)
+{
+    return flag_word(a, FLG_DOOR, a.slot * DOOR_WORDS + door);
+}
+
+// A bounce: what push finds instead.
+DEVICE u64* rung_word(const Args& a, u32 door)
+{
+    return local_at<u64>(a, LOC_RUNG, a.slot * DOOR_WORDS + door);
+}
+
 // One thread: what the door stands for is complete; everything that this thread knows of comes
 // before it.
 DEVICE void ring(const Args& a, u32 door, u64 epoch)
 {
-    st_release_sys(flag_word(a, FLG_DOOR, a.slot * DOOR_WORDS + door), epoch);
+    st_release_sys(BOUNCE && door != DOOR_ACK ? rung_word(a, door) : door_word(a, door), epoch);
+}
+
+// A bounce: the receiving halves, and up to which epoch pull has brought what each takes.
+#define HALF_DISPATCH 0u
+#define HALF_COMBINE 1u
+
+DEVICE u64 half_number(const Args& a, u32 half) { return a.slot * 2 + half; }
+
+DEVICE u64* pulled_word(const Args& a, u32 half)
+{
+    return local_at<u64>(a, LOC_PULLED, half_number(a, half));
+}
+
+// Streams that wait for the mover's word (docs/protocol.md) go on.
+DEVICE void wake_streams(const Args& a)
+{
+    for (u32 i = 0; BOUNCE && i < LANDED_WORDS; ++i) st_relaxed_sys(flag_word(a, FLG_LANDED, i), 1ull);
 }
 
 // One of `parts` is done with what door `door` (PRIVATE, RECORDS or ROWS) stands for: the last one
@@ -103,6 +137,12 @@ DEVICE u64 staged_row(const Args& a, u64 n)
 DEVICE u64 landed_row(const Args& a, u64 n)
 {
     return a.remote_bulk + BLK_IN_ROW + (a.slot * LANDING_ROWS + n) * COMBINE_STRIDE;
+}
+
+// A bounce: how many rows land from a rank.
+DEVICE u32* return_count(const Args& a, u64 rank)
+{
+    return local_at<u32>(a, LOC_RETURN_COUNT, pair_number(a, rank));
 }
 
 // First staged row of each source group, in a[group] to a[group + 1].
@@ -159,7 +199,10 @@ DEVICE void ring_ack(const Args& a, u64 epoch)
 // One thread: every remote peer shall stop.
 DEVICE void abort_remote(const Args& a, u64 word)
 {
-    if (REMOTE == 1) st_release_sys(flag_word(a, FLG_ABORT_OUT, 0), word);
+    if (REMOTE == 1) {
+        st_release_sys(flag_word(a, FLG_ABORT_OUT, 0), word);
+        wake_streams(a);
+    }
     if (REMOTE != 2) return;
     for (u32 r = 0; r < NUM_RANKS; ++r)
         if (is_remote(a, r))

@@ -129,6 +129,7 @@ DEVICE void plan_heads(const Args& a, const RemoteCounts& c)
     __syncthreads();
     for (u32 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x) {
         st(local_at<u32>(a, LOC_RETURN_BASE, pair_number(a, r)), c.rows[r]);
+        if (BOUNCE) st(return_count(a, r), c.rows[r + 1] - c.rows[r]);
         if (REMOTE != 1) continue;
         st(plan_word(a, r, PLAN_RECORD_FIRST), (u64)c.first[r]);
         st(plan_word(a, r, PLAN_RECORD_COUNT), (u64)staged_for(c, r));

@@ -23,10 +23,26 @@ DEVICE bool relayed(const Args& a, u64 source, u32 channel, u64 wanted, u64 epoc
     return true;
 }
 
+// A bounce: pull has brought what this half takes of epoch `wanted`. It runs ahead of this kernel, waits
+// for the peers, knows whom to name and gives up for all: so there is no clock here. False: it has.
+DEVICE bool wait_pulled(const Args& a, u32 half, u64 wanted, u64 epoch)
+{
+    const u64* word = pulled_word(a, half);
+    if (ld_acquire_sys(word) >= wanted) return true;
+    note_wait(word, wanted);
+    for (u32 spins = 1;; ++spins) {
+        const bool look = poll_pause(spins);
+        if (ld_acquire_sys(word) >= wanted) return true;
+        if (look && aborted(a, load_abort(a), epoch)) return false;
+    }
+}
+
 // One thread: `channel` of the remote rank `source` has reached epoch `wanted`, and what came with
 // it may be read. False: as wait_for.
 DEVICE bool wait_arrived(const Args& a, u64 source, u32 channel, u64 wanted, u64 epoch, u32 phase)
 {
+    if (BOUNCE && channel != CHANNEL_ACK)
+        return wait_pulled(a, channel == CHANNEL_ROWS ? HALF_COMBINE : HALF_DISPATCH, wanted, epoch);
     if (REMOTE == 1) return relayed(a, source, channel, wanted, epoch, phase);
     u64 last;
     u64* word = arrived_word(a, source, channel);

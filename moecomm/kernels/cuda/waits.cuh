@@ -73,6 +73,16 @@ DEVICE u32 missing(const Args& a, Awaited who)
     return (u32)NUM_RANKS;
 }
 
+// Whom to name where all those awaited have answered. A bounce: pull waits for remote ranks before the
+// stage waits for any near it; one of these that is silent is what the remote ones wait for, too.
+DEVICE u32 suspect(const Args& a, Awaited who)
+{
+    if (!BOUNCE || !is_remote(a, who.peer)) return who.peer;
+    NO_UNROLL for (u32 r = 0; r < NUM_RANKS; ++r)
+        if (!is_remote(a, r) && !has_answered(a, r)) return r;
+    return who.peer;
+}
+
 DEVICE u64 abort_word(u32 phase, u32 reporter, u32 culprit)
 {
     return 1ull << 63 | (u64)phase << 32 | reporter << 16 | culprit;
@@ -129,7 +139,7 @@ DEVICE bool given_up(const Args& a, u64 start, bool late, Awaited who, u64 epoch
     const u64 grace = (culprit == NUM_RANKS ? 2 : 1) * min(a.timeout_ns / 4, MOST_GRACE_NS);
     // A wait that began later gives its peer the same time to answer.
     if (!late && now <= max(start, answered) + grace) return false;
-    report_timeout(a, who.phase, culprit == NUM_RANKS ? who.peer : culprit, epoch, expected, seen);
+    report_timeout(a, who.phase, culprit == NUM_RANKS ? suspect(a, who) : culprit, epoch, expected, seen);
     return true;
 }
 

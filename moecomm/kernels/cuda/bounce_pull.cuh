@@ -1,0 +1,93 @@
+// A bounce, the way in: once all that a receiving half takes has come from every remote rank, it goes
+// from where the network left it to where the stage reads it.
+//
+// Pull runs ahead of the receiving stage, in its stream; and, to be done when that begins, also on a
+// stream of its own, `early`: then it only looks whether all has come. Whichever of the two finds that
+// first claims the epoch and copies; the stage waits for `pulled`. So nothing depends on the early one.
+// It may even run late, and find the next epoch: what that overwrites has been read by then, or peers
+// would not have sent it.
+//
+// Block 0 waits, and tells the others by `pull_go`. The two have words of their own for that.
+#pragma once
+#include "bounce.cuh"
+
+#define GO_HOME 1ull     // nothing is to be copied
+#define GO_COPY 2ull     // + epoch
+
+// A channel of what one launch keeps.
+DEVICE u64 pull_number(const Args& a, u32 half) { return half_number(a, half) * 2 + a.early; }
+
+DEVICE u32* pull_count(const Args& a, u64 source)
+{
+    return local_at<u32>(a, LOC_PULL_COUNT, (a.slot * 2 + a.early) * NUM_RANKS + source);
+}
+
+// One thread: `channel` of a remote rank has reached `epoch`. False, but for an early one: as wait_for.
+DEVICE bool has_arrived(const Args& a, u64 source, u32 channel, u64 epoch, u32 phase)
+{
+    const u64* word = arrived_word(a, source, channel);
+    if (a.early) return ld_acquire_sys(word) >= epoch;
+    u64 last;
+    return wait_for(a, word, FlagReached{epoch}, epoch, epoch, from_rank(phase, (u32)source), &last);
+}
+
+// Block 0: whether this launch copies.
+template <class Half>
+DEVICE u64 find_out(const Args& a)
+{
+    u64 epoch;
+    const bool wanted = Half::begin(a, &epoch) && load_abort(a) == 0 &&
+                        ld_acquire_sys(pulled_word(a, Half::HALF)) < epoch;
+    note_epoch(epoch);
+    if (!__syncthreads_and(wanted)) return GO_HOME;
+    bool come = true;
+    for (u64 r = threadIdx.x; r < NUM_RANKS && come; r += blockDim.x)
+        if (is_remote(a, r)) come = Half::has_come(a, r, epoch);
+    if (!__syncthreads_and(come)) {
+        if (!a.early && threadIdx.x == 0) wake_streams(a);
+        return GO_HOME;
+    }
+    u64* claim = local_at<u64>(a, LOC_PULL_CLAIM, half_number(a, Half::HALF));
+    if (__syncthreads_or(threadIdx.x == 0 && atomicMax(claim, epoch) < epoch)) return GO_COPY + epoch;
+    u64 last;
+    if (!a.early && threadIdx.x == 0)
+        wait_for(a, pulled_word(a, Half::HALF), FlagReached{epoch}, epoch, epoch,
+                 from_rank(Half::PHASE, (u32)a.rank), &last);
+    return GO_HOME;
+}
+
+// What block 0 found out, in every thread. `shared`: a word of shared memory.
+template <class Half>
+DEVICE u64 learn(const Args& a, u64* shared)
+{
+    u64* word = local_at<u64>(a, LOC_PULL_GO, pull_number(a, Half::HALF));
+    u64 go = blockIdx.x == 0 ? find_out<Half>(a) : 0;
+    if (threadIdx.x == 0) {
+        if (blockIdx.x == 0) {
+            st_release_sys(word, go);
+        } else {
+            note_wait(word, 1);  // block 0 runs, and its waits end
+            for (u32 spins = 1; (go = ld_acquire_sys(word)) == 0; ++spins) poll_pause(spins);
+        }
+        *shared = go;
+    }
+    __syncthreads();
+    return *shared;
+}
+
+// Half::copy copies with all threads of the grid. `shared`: see kernels/geometry.py.
+template <class Half>
+DEVICE void pull(const Args& a, u64* shared)
+{
+    const u64 go = learn<Half>(a, shared);
+    if (go >= GO_COPY) {
+        note_epoch(go - GO_COPY);
+        Half::copy(a, reinterpret_cast<u32*>(shared + 1));
+    }
+    __syncthreads();  // every thread's part comes before `pulled`
+    if (threadIdx.x > 0) return;
+    u32* done = local_at<u32>(a, LOC_PULL_PARTS, pull_number(a, Half::HALF));
+    if (atomic_inc_acq_rel_gpu(done, gridDim.x - 1) != gridDim.x - 1) return;
+    st(local_at<u64>(a, LOC_PULL_GO, pull_number(a, Half::HALF)), 0ull);
+    if (go >= GO_COPY) st_release_sys(pulled_word(a, Half::HALF), go - GO_COPY);
+}

@@ -1,0 +1,35 @@
+// A bounce, the way out: what a sending stage has packed goes to where the network reads it, and the
+// mover is told.
+//
+// The stage says in `rung` what is complete. An epoch is pushed once; of a stage that has given up,
+// nothing is. Every block has read all that it goes by before the first door is rung: peers cannot
+// answer earlier, so the stage's next epoch changes none of it. What is staged stays as it is until
+// it has arrived, as for a mover that reads it itself.
+#pragma once
+#include "bounce.cuh"
+
+DEVICE u64* pushed_word(const Args& a, u32 half)
+{
+    return local_at<u64>(a, LOC_PUSHED, half_number(a, half));
+}
+
+// Whole block, `half` other than 2: this is the door that comes first. Its part is copied; the last
+// block's rings.
+DEVICE void push_done(const Args& a, u32 door, u32 half, u64 epoch)
+{
+    __syncthreads();  // every thread's part comes before the door
+    if (threadIdx.x > 0) return;
+    u32* done = local_at<u32>(a, LOC_PUSH_PARTS, a.slot * 4 + door);
+    if (atomic_inc_acq_rel_gpu(done, gridDim.x - 1) != gridDim.x - 1) return;
+    if (half < 2) st(pushed_word(a, half), epoch);
+    st_release_sys(door_word(a, door), epoch);
+}
+
+// One block: fields [first, last) of the plan, for the mover.
+DEVICE void push_plan(const Args& a, u32 first, u32 last)
+{
+    for (u32 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x)
+        for (u32 field = first; is_remote(a, r) && field < last; ++field)
+            st(flag_word(a, FLG_PLAN, pair_number(a, r) * PLAN_WORDS + field),
+               ld(plan_word(a, r, field)));
+}

@@ -1,0 +1,46 @@
+// combine_pull: a bounce: rows that have come back  →  where combine_recv reads them.
+//
+// Reads: in_row of the network, arrived.  Writes: own in_row, pulled.
+#include "bounce_pull.cuh"
+
+struct Returned {
+    static const u32 HALF = HALF_COMBINE, PHASE = PHASE_COMBINE_RECV;
+
+    // Of a step that overflowed nothing comes back.
+    DEVICE static bool begin(const Args& a, u64* epoch)
+    {
+        *epoch = ld(sent_word(a));
+        return !CAPPED || ld(local_at<u64>(a, LOC_OVERFLOWED, a.slot)) != *epoch;
+    }
+
+    // One thread: rows acknowledge, too, which spares the next dispatch_send a look at the host.
+    DEVICE static bool has_come(const Args& a, u64 source, u64 epoch)
+    {
+        if (!has_arrived(a, source, CHANNEL_ROWS, epoch, PHASE)) return false;
+        st_release_sys(relay_word(a, source, CHANNEL_ROWS), epoch);
+        return true;
+    }
+
+    DEVICE static void copy(const Args& a, u32* words)
+    {
+        u32 *base = words, *rows = words + NUM_RANKS;
+        for (u32 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x) {
+            base[r] = ld(local_at<u32>(a, LOC_RETURN_BASE, pair_number(a, r)));
+            rows[r] = is_remote(a, r) ? ld(return_count(a, r)) : 0;
+        }
+        __syncthreads();
+        Copier copier;
+        for (u32 r = 0; r < NUM_RANKS; ++r) {
+            const u64 first = landed_row(a, base[r]);
+            if (rows[r]) copier.span(first, at_network(a, first), rows[r] * COMBINE_STRIDE);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_pull(Args a)
+{
+    let_next_kernel_start();
+    DYNAMIC_SHARED(u64, words);
+    pull<Returned>(a, words);
+    wait_for_earlier_kernels();  // whoever waits for this kernel also waits for those before it
+}

@@ -1,0 +1,68 @@
+// dispatch_push: a bounce: heads and staged records  →  where the network reads them.
+//
+// Block 0 takes heads and plan; then all blocks the private records, then the others, each rung as
+// soon as it is over.
+//
+// Reads: own out_head, out_record, plan, rung.  Writes: the same areas for the network, plan, doors.
+#include "bounce_push.cuh"
+
+struct Staged {  // in shared memory; 0 for ranks that are not remote
+    u32* first;  // [NUM_RANKS]
+    u32* count;
+};
+
+DEVICE Staged load_staged(const Args& a, u32* words)
+{
+    const Staged s = {words, words + NUM_RANKS};
+    for (u32 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x) {
+        const bool remote = is_remote(a, r);
+        s.first[r] = remote ? (u32)ld(plan_word(a, r, PLAN_RECORD_FIRST)) : 0;
+        s.count[r] = remote ? (u32)ld(plan_word(a, r, PLAN_RECORD_COUNT)) : 0;
+    }
+    return s;
+}
+
+// One block.
+DEVICE void push_heads(const Args& a)
+{
+    const u32 units = HEAD_BYTES / 16;
+    for (u32 i = threadIdx.x; i < NUM_RANKS * units; i += blockDim.x) {
+        if (!is_remote(a, i / units)) continue;
+        const u64 from = (u64)out_head(a, 0) + i * 16ull;
+        st_v4((void*)at_network(a, from), ld_v4((const void*)from));
+    }
+}
+
+// Records [from, to) of those for each rank, as far as there are so many.
+DEVICE void push_records(const Args& a, const Staged& s, u32 from, u32 to)
+{
+    Copier copier;
+    for (u32 r = 0; r < NUM_RANKS; ++r) {
+        const u32 last = min(s.count[r], to);
+        if (last <= from) continue;
+        const u64 source = staged_record(a, s.first[r] + from);
+        copier.span(at_network(a, source), source, (last - from) * RECORD_BYTES);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_push(Args a)
+{
+    let_next_kernel_start();
+    DYNAMIC_SHARED(u32, words);
+    const u64 epoch = ld(rung_word(a, DOOR_HEAD));
+    const bool some = ld(rung_word(a, DOOR_PRIVATE)) == epoch, all = ld(rung_word(a, DOOR_RECORDS)) == epoch;
+    if (epoch == ld(pushed_word(a, HALF_DISPATCH))) return;
+    note_epoch(epoch);
+    const Staged s = load_staged(a, words);
+    if (blockIdx.x == 0) {
+        push_plan(a, PLAN_RECORD_FIRST, PLAN_RECORD_COUNT + 1);
+        push_heads(a);
+    }
+    push_done(a, DOOR_HEAD, HALF_DISPATCH, epoch);
+    if (!some) return;
+    push_records(a, s, 0, (u32)PRIVATE_RECORDS);
+    push_done(a, DOOR_PRIVATE, 2, epoch);
+    if (!all) return;
+    push_records(a, s, (u32)PRIVATE_RECORDS, 0xffffffffu);
+    push_done(a, DOOR_RECORDS, 2, epoch);
+}
