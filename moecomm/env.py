@@ -63,6 +63,11 @@ VARIABLES: Final = (
         "1 makes ranks on CPUs carry bytes for a network through memory of their own, as GPUs do",
     ),
     Variable(
+        "BOUNCE_IN_LINE",
+        "0",
+        "1 keeps a GPU's copies to and from a network's memory on the caller's stream",
+    ),
+    Variable(
         "NVSHMEM_NO_POINTERS",
         "0",
         "1 makes transport='nvshmem' put to every peer, also to those that kernels could store to",

@@ -32,6 +32,13 @@ class Door(IntEnum):
     ACK = 4
 
 
+TICKETS: Final = 5  # words behind the doors, one a receiving half
+# A ticket: a number by which the host wants to be told that all has landed, and below it these many
+# low bits of the epoch that is meant.
+TICKET_BITS: Final = 24
+FREE: Final = 1 << 62  # `landed` for good: nobody is to wait any more
+
+
 class Plan(IntEnum):
     """Numbers about one peer. ``RECORD_*`` are valid with door HEAD, ``ROW_*`` with door ROWS."""
 
@@ -114,9 +121,12 @@ class RemoteWords:
         """A number about the exchange with ``rank``; see ``Plan``."""
         return self._plan + (slot * self.areas.num_ranks + rank) * PLAN_WORDS + field
 
+    def ticket(self, slot: int, half: int) -> int:
+        """Holds the last ticket; ``half``: 0 for dispatch_recv, 1 for combine_recv."""
+        return self._door + slot * DOOR_WORDS + TICKETS + half
+
     def landed(self, slot: int, half: int) -> int:
-        """1: all that this half receives of its slot's present epoch has come; ``half``: 0 for
-        dispatch_recv, 1 for combine_recv."""
+        """Holds the number of the last ticket of whose epoch everything has come."""
         return self._landed + slot * HALVES + half
 
     def arrived(self, slot: int, source: int, channel: int) -> int:

@@ -26,6 +26,7 @@ ATTRIBUTES = {
     "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": 1,
     "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED": 1,
     "MULTIPROCESSOR_COUNT": 8,
+    "CAN_USE_64_BIT_STREAM_MEM_OPS": 1,
     "COMPUTE_CAPABILITY_MAJOR": 9,
     "COMPUTE_CAPABILITY_MINOR": 0,
 }
@@ -68,6 +69,9 @@ class FakeDriver:
         self.launches: list[tuple[Any, ...]] = []
         self.started_early: set[str] = set()  # kernels launched with programmatic serialization
         self.log: list[tuple[Any, ...]] = []  # events and waits
+        self.queued: list[
+            tuple[Any, ...]
+        ] = []  # all that has been put on streams: what, stream ...
         self.capturing: set[int] = set()
         self._handles: dict[int, tuple[int, int, int]] = {}  # handle → fd, nbytes, GPU
         self._threads = threading.local()
@@ -247,7 +251,8 @@ class FakeDriver:
 
     def cuEventCreate(self, flags: Any) -> tuple[Any, ...]:
         self.live["event"] += 1
-        return self._ok("event")
+        self._next += 1
+        return self._ok(self._next)
 
     def cuEventDestroy(self, event: Any) -> tuple[Any, ...]:
         self.live["event"] -= 1
@@ -255,10 +260,32 @@ class FakeDriver:
 
     def cuEventRecord(self, event: Any, stream: Any) -> tuple[Any, ...]:
         self.log.append(("record", int(stream)))
+        self.queued.append(("record", int(stream), event))
         return self._ok()
 
     def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> tuple[Any, ...]:
         self.log.append(("wait", int(stream)))
+        self.queued.append(("wait", int(stream), event))
+        return self._ok()
+
+    def cuCtxGetStreamPriorityRange(self) -> tuple[Any, ...]:
+        return self._ok(0, -5)
+
+    def cuStreamCreateWithPriority(self, flags: Any, priority: int) -> tuple[Any, ...]:
+        assert flags == self.real.CUstream_flags.CU_STREAM_NON_BLOCKING
+        assert priority == -5
+        self.live["stream"] += 1
+        self._next += 1
+        return self._ok(self._next)
+
+    def cuStreamDestroy(self, stream: int) -> tuple[Any, ...]:
+        self.live["stream"] -= 1
+        return self._ok()
+
+    def cuStreamWaitValue64(
+        self, stream: int, address: int, value: int, flags: Any
+    ) -> tuple[Any, ...]:
+        self.queued.append(("wait for", int(stream), address, value))
         return self._ok()
 
     def cuStreamIsCapturing(self, stream: Any) -> tuple[Any, ...]:
@@ -274,6 +301,7 @@ class FakeDriver:
         address = ctypes.c_void_p.from_address(pointers).value
         stream = int(config.hStream)
         self.launches.append((function, shape, config.sharedMemBytes, stream, address))
+        self.queued.append((function, stream))
         if config.numAttrs:
             self.started_early.add(function)
         return self._ok()

@@ -24,7 +24,7 @@ from moecomm.transport.proxy import mover as mover_module
 from moecomm.transport.proxy import state as P
 
 FOLDER = Path(mover_module.__file__).parent
-FILES = ("words", "arriving", "sending", "failing", "program")
+FILES = ("words", "landing", "arriving", "sending", "failing", "program")
 CFG = mc.MoeConfig(num_experts=4, top_k=2, hidden=16, max_tokens=6, in_flight=2, wire="flags")
 PRIVATE = 2
 MOST_ROWS = 3

@@ -14,7 +14,7 @@ ARG_FIELDS: Final = (
     "topk_idx", "topk_idx_stride", "topk_idx_bytes", "topk_weights", "topk_weights_stride",
     "num_tokens", "max_rows",
     "y", "y_stride", "y_aligned", "out", "out_stride", "out_aligned", "accumulate",
-    "remote_flags", "remote_bulk", "network_bulk", "early",
+    "remote_flags", "remote_bulk", "network_bulk", "beside",
 )  # fmt: skip
 STATUS_FIELDS: Final = ("code", "phase", "rank", "peer", "epoch", "expected", "seen", "slot")
 

@@ -75,12 +75,20 @@ class GpuKernels:
             }
 
     def launch(
-        self, stage: str, block: ArgBlock, num_tokens: int, input_code: int, stream: int
+        self,
+        stage: str,
+        block: ArgBlock,
+        num_tokens: int,
+        input_code: int,
+        stream: int,
+        *,
+        in_order: bool = False,
     ) -> None:
-        """Queue one stage on ``stream``, a CUDA stream handle; the device is current."""
+        """Queue one stage on ``stream``, a CUDA stream handle; the device is current. ``in_order``:
+        on that stream it never starts early."""
         ready = self._ready.get((stage, input_code, num_tokens, stream))
         if ready is None:
-            ready = self._make_ready(stage, input_code, num_tokens, stream)
+            ready = self._make_ready(stage, input_code, num_tokens, stream, in_order)
         config, function = ready
         (status,) = self._launch(config, function, block.pointers, 0)
         if status is not self._success:
@@ -98,16 +106,17 @@ class GpuKernels:
                 call(cu.cuModuleUnload, self._modules.pop())
 
     def _make_ready(
-        self, stage: str, input_code: int, num_tokens: int, stream: int
+        self, stage: str, input_code: int, num_tokens: int, stream: int, in_order: bool
     ) -> tuple[Any, Any]:
         """What a launch takes, kept: making it takes longer than launching."""
         if len(self._ready) >= MAX_READY:  # somebody makes streams anew all the time
             self._ready.clear()
-        ready = self._config(stage, num_tokens, stream), self._functions[stage, input_code]
+        config = self._config(stage, num_tokens, stream, in_order)
+        ready = config, self._functions[stage, input_code]
         self._ready[stage, input_code, num_tokens, stream] = ready
         return ready
 
-    def _config(self, stage: str, num_tokens: int, stream: int) -> Any:
+    def _config(self, stage: str, num_tokens: int, stream: int, in_order: bool) -> Any:
         cu = self._cu
         shape = geometry(
             stage, self._layout, self._machines[stage], num_tokens, self._grains[stage]
@@ -120,7 +129,7 @@ class GpuKernels:
         early = cu.CUlaunchAttribute()
         early.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         early.value.programmaticStreamSerializationAllowed = 1
-        if self._early_start and _may_start_early(stage, self._shared):
+        if self._early_start and not in_order and _may_start_early(stage, self._shared):
             config.attrs, config.numAttrs = [early], 1
         return config
 

@@ -19,9 +19,10 @@ from moecomm.kernels.args import STATUS_BYTES, ArgBlock, Status
 from moecomm.kernels.gpu import GpuKernels
 from moecomm.kernels.numba_jit.sources import Sources
 from moecomm.kernels.nvshmem_link import find_copy
-from moecomm.kernels.stages import has_bounce, in_line
+from moecomm.kernels.stages import has_bounce
 from moecomm.layout import Layout
 from moecomm.runtime.base import POISON
+from moecomm.runtime.bounce import Bounce
 from moecomm.runtime.devices import choose_index
 from moecomm.runtime.streams import Streams
 from moecomm.transport import NETWORKS, gpu_pages, open_gpu_memory
@@ -102,9 +103,7 @@ class CudaRuntime:
         if self._get_current()[1] == self._context:  # nearly always: no context manager then
             if stream != self._streams.last:
                 self._streams.enter(stream, stream_object)
-            for name in in_line(self._layout, stage):
-                code = input_code if name == stage else 0
-                self._kernels.launch(name, block, num_tokens, code, stream)
+            self._launch(stage, block, num_tokens, input_code, stream)
             return
         with current(self._index):
             self.launch(stage, block, num_tokens, input_code, stream, stream_object)
@@ -126,6 +125,8 @@ class CudaRuntime:
         if self._closed:
             return
         self._closed = True
+        if self._mover is not None:
+            self._mover.wake_streams()
         with self._undo:
             cuda_driver.synchronize(self._index)
         self.owner = self._image = None
@@ -136,6 +137,7 @@ class CudaRuntime:
         self._get_current = cuda_driver.driver().cuCtxGetCurrent
         self._context = cuda_driver.context(index)
         self._kernels = self._make_kernels()
+        self._launch: Any = self._kernels.launch
         self._undo.callback(self._kernels.close)
         self._streams = Streams(index)
         self._undo.callback(self._streams.close)
@@ -178,6 +180,9 @@ class CudaRuntime:
         self._image = gpu_pages.make(self._index, areas.bulk.nbytes, shareable=False)
         self._workspace_bytes += self._image.nbytes
         self.remote_bulk = self._image.address
+        bounce = Bounce(self._index, self._layout, self._kernels, self._streams, self.remote_flags)
+        self._undo.callback(bounce.close)
+        self._launch = bounce.launch
         return True
 
     def _unpin(self) -> None:

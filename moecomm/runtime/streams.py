@@ -56,7 +56,7 @@ class Streams:
         """
         if handle == self.last:
             return
-        if self._captures(handle):
+        if self.captures(handle):
             return
         if self.last is not None:
             self.join(self.last, handle)
@@ -65,7 +65,7 @@ class Streams:
     def join(self, earlier: int, later: int) -> None:
         """Let ``later`` wait for what ``earlier`` has now; not where either is being captured."""
         earlier = 0 if earlier == LEGACY else earlier
-        if earlier == later or self._captures(earlier) or self._captures(later):
+        if earlier == later or self.captures(earlier) or self.captures(later):
             return
         with current(self._index) as cu:
             call(cu.cuEventRecord, self._event, earlier)
@@ -79,8 +79,9 @@ class Streams:
             self._event = None
         self._object = None
 
-    def _captures(self, handle: int) -> bool:
-        """Also true where the driver cannot say, which is so for stream 0 beside a capture."""
+    def captures(self, handle: int) -> bool:
+        """Whether it is being captured. Also true where the driver cannot say, which is so for
+        stream 0 beside a capture."""
         status, *found = self._cu.cuStreamIsCapturing(handle)
         none = self._cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
         return int(status) != 0 or found[0] != none

@@ -2,10 +2,10 @@
 // from where the network left it to where the stage reads it.
 //
 // Pull runs ahead of the receiving stage, in its stream; and, to be done when that begins, also on a
-// stream of its own, `early`: then it only looks whether all has come. Whichever of the two finds that
-// first claims the epoch and copies; the stage waits for `pulled`. So nothing depends on the early one.
-// It may even run late, and find the next epoch: what that overwrites has been read by then, or peers
-// would not have sent it.
+// stream of its own, once the mover says that all is there: then it looks, and waits for nothing.
+// Whichever of the two finds first that all has come claims the epoch and copies; the stage waits for
+// `pulled`. So nothing depends on the one beside. It may even be late, and find the next epoch: what
+// that overwrites has been read by then, or peers would not have sent it.
 //
 // Block 0 waits, and tells the others by `pull_go`. The two have words of their own for that.
 #pragma once
@@ -15,18 +15,18 @@
 #define GO_COPY 2ull     // + epoch
 
 // A channel of what one launch keeps.
-DEVICE u64 pull_number(const Args& a, u32 half) { return half_number(a, half) * 2 + a.early; }
+DEVICE u64 pull_number(const Args& a, u32 half) { return half_number(a, half) * 2 + (a.beside != 0); }
 
 DEVICE u32* pull_count(const Args& a, u64 source)
 {
-    return local_at<u32>(a, LOC_PULL_COUNT, (a.slot * 2 + a.early) * NUM_RANKS + source);
+    return local_at<u32>(a, LOC_PULL_COUNT, (a.slot * 2 + (a.beside != 0)) * NUM_RANKS + source);
 }
 
-// One thread: `channel` of a remote rank has reached `epoch`. False, but for an early one: as wait_for.
+// One thread: `channel` of a remote rank has reached `epoch`. False: as wait_for, or beside: not yet.
 DEVICE bool has_arrived(const Args& a, u64 source, u32 channel, u64 epoch, u32 phase)
 {
     const u64* word = arrived_word(a, source, channel);
-    if (a.early) return ld_acquire_sys(word) >= epoch;
+    if (a.beside) return ld_acquire_sys(word) >= epoch;
     u64 last;
     return wait_for(a, word, FlagReached{epoch}, epoch, epoch, from_rank(phase, (u32)source), &last);
 }
@@ -44,13 +44,13 @@ DEVICE u64 find_out(const Args& a)
     for (u64 r = threadIdx.x; r < NUM_RANKS && come; r += blockDim.x)
         if (is_remote(a, r)) come = Half::has_come(a, r, epoch);
     if (!__syncthreads_and(come)) {
-        if (!a.early && threadIdx.x == 0) wake_streams(a);
+        if (!a.beside && threadIdx.x == 0) wake_streams(a);
         return GO_HOME;
     }
     u64* claim = local_at<u64>(a, LOC_PULL_CLAIM, half_number(a, Half::HALF));
     if (__syncthreads_or(threadIdx.x == 0 && atomicMax(claim, epoch) < epoch)) return GO_COPY + epoch;
     u64 last;
-    if (!a.early && threadIdx.x == 0)
+    if (!a.beside && threadIdx.x == 0)
         wait_for(a, pulled_word(a, Half::HALF), FlagReached{epoch}, epoch, epoch,
                  from_rank(Half::PHASE, (u32)a.rank), &last);
     return GO_HOME;

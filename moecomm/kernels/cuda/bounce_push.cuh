@@ -13,6 +13,15 @@ DEVICE u64* pushed_word(const Args& a, u32 half)
     return local_at<u64>(a, LOC_PUSHED, half_number(a, half));
 }
 
+// One thread of the grid: where the host wants to be told that all has come which the half takes that
+// follows: of this epoch. Of an old one, where nothing is pushed, it has.
+DEVICE void push_ticket(const Args& a, u32 half, u64 epoch)
+{
+    if (a.beside == 0 || blockIdx.x > 0 || threadIdx.x > 0) return;
+    const u64 low = epoch & ((1ull << TICKET_BITS) - 1);
+    st_release_sys(door_word(a, DOOR_TICKET + half), a.beside << TICKET_BITS | low);
+}
+
 // Whole block, `half` other than 2: this is the door that comes first. Its part is copied; the last
 // block's rings.
 DEVICE void push_done(const Args& a, u32 door, u32 half, u64 epoch)

@@ -10,6 +10,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_p
 {
     let_next_kernel_start();
     const u64 epoch = ld(rung_word(a, DOOR_ROWS));
+    push_ticket(a, HALF_COMBINE, epoch);
     if (epoch == ld(pushed_word(a, HALF_COMBINE))) return;
     note_epoch(epoch);
     if (blockIdx.x == 0) push_plan(a, PLAN_ROW_FIRST, PLAN_ROW_BASE + 1);

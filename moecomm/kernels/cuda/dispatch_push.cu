@@ -51,6 +51,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_
     DYNAMIC_SHARED(u32, words);
     const u64 epoch = ld(rung_word(a, DOOR_HEAD));
     const bool some = ld(rung_word(a, DOOR_PRIVATE)) == epoch, all = ld(rung_word(a, DOOR_RECORDS)) == epoch;
+    push_ticket(a, HALF_DISPATCH, epoch);
     if (epoch == ld(pushed_word(a, HALF_DISPATCH))) return;
     note_epoch(epoch);
     const Staged s = load_staged(a, words);

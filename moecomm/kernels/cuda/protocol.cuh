@@ -56,7 +56,7 @@ struct Args {
     u64 remote_flags;  // words shared with the mover of remote peers' bytes, or 0
     u64 remote_bulk;   // staging and landing areas, or 0
     u64 network_bulk;  // where the network has them: the same place, but with a bounce
-    u64 early;         // pull: 1: ahead of the receiving half, and only if all is there
+    u64 beside;        // 0, or push and pull run on streams of their own: number of the ticket
 };
 
 // What the host reads after a launch: [0] what broke the communicator, [1] a bad value, [2] an

@@ -16,6 +16,9 @@
 #define DOOR_RECORDS 2u
 #define DOOR_ROWS 3u
 #define DOOR_ACK 4u
+#define DOOR_TICKET 5u  // + half
+#define TICKET_BITS 24u
+#define LANDED_FREE (1ull << 62)
 
 #define PLAN_RECORD_FIRST 0u
 #define PLAN_RECORD_COUNT 1u
@@ -87,10 +90,10 @@ DEVICE u64* pulled_word(const Args& a, u32 half)
     return local_at<u64>(a, LOC_PULLED, half_number(a, half));
 }
 
-// Streams that wait for the mover's word (docs/protocol.md) go on.
+// Streams that wait for the mover's word (docs/protocol.md) shall go on.
 DEVICE void wake_streams(const Args& a)
 {
-    for (u32 i = 0; BOUNCE && i < LANDED_WORDS; ++i) st_relaxed_sys(flag_word(a, FLG_LANDED, i), 1ull);
+    for (u32 i = 0; BOUNCE && i < LANDED_WORDS; ++i) st_relaxed_sys(flag_word(a, FLG_LANDED, i), LANDED_FREE);
 }
 
 // One of `parts` is done with what door `door` (PRIVATE, RECORDS or ROWS) stands for: the last one

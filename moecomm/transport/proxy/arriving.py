@@ -9,6 +9,7 @@ from moecomm.transport.engine.jit import inner
 from moecomm.transport.engine.native import ld64, st64
 from moecomm.transport.engine.program import next_arrival
 from moecomm.transport.proxy import state as P
+from moecomm.transport.proxy.landing import note_arrival
 from moecomm.transport.proxy.words import (
     ACK,
     HEAD,
@@ -59,6 +60,8 @@ def _take(state, imm):
         _raise_arrived(state, slot, source, CHANNEL_ACK, epoch)
     elif kind == LEAVE:
         st64(ld64(state + P.LEFT) + source * 8, 1)
+    if kind <= ACK:
+        note_arrival(state, slot, source, kind, epoch)
     # ABORT: the word itself has been written to abort_in. PING: its completion is all it is for.
 
 

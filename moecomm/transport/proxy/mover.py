@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from moecomm.agreement import together
 from moecomm.errors import TransportError, TransportUnavailable
 from moecomm.group import Group
 from moecomm.remote import DOOR_WORDS, PLAN_WORDS, WORD, RemoteAreas
-from moecomm.remote_words import Kind, RemoteWords
+from moecomm.remote_words import FREE, Kind, RemoteWords
 from moecomm.transport.base import Region, RemoteRegion
 from moecomm.transport.engine import EngineOptions, jit
 from moecomm.transport.engine.blocks import Block, Parts
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 PINGS_A_TIMEOUT: Final = 4  # of the kernels: long before they give up, it is known who is gone
 GOODBYE_S: Final = 2.0
+# A GPU's stream waits no longer for what peers send: it holds up whoever waits for the device, and
+# what it would have done is then done by the receiving half.
+PATIENCE_S: Final = 1.0
 _POLL_S: Final = 0.0002
 _MASK: Final = (1 << 64) - 1
 
@@ -111,6 +115,12 @@ class Mover:
             for kind in Kind
         }
 
+    def wake_streams(self) -> None:
+        """From now on no stream of the GPU waits for this mover."""
+        self._set(P.WAKE, 1)
+        for n in range(self._words.landed(0, 0), self._words.landed(self._areas.slots, 0)):
+            ctypes.c_int64.from_address(self._flags + WORD * n).value = FREE
+
     @property
     def stopped(self) -> bool:
         """Whether nothing touches ``flags`` and ``bulk`` any more: once closed, unless a library
@@ -174,6 +184,7 @@ class Mover:
         self, flags: Region, bulk: Region, peers: list[tuple[RemoteRegion, RemoteRegion]]
     ) -> Block:
         engine, areas, size = self._engine, self._areas, self.num_ranks
+        self._flags = flags.address
         self._parts = parts = Parts()
         parts.add("state", P.BYTES)
         parts.add("remotes", WORD * len(self._remotes))
@@ -239,6 +250,8 @@ class Mover:
             P.SOURCE_RECORDS: areas.source_records,
             P.STAGED_ROWS: areas.staged_rows,
             P.LANDING_ROWS: areas.landing_rows,
+            P.HEAD_SHARE: WORD * (areas.head_words - 1),
+            P.PATIENCE_NS: int(min(self._timeout_s, PATIENCE_S) * 1e9),
         }
         for name in ("out_head", "in_head", "out_record", "in_record", "out_row", "in_row"):
             numbers[getattr(P, name.upper())] = areas.bulk[name].offset
@@ -256,7 +269,7 @@ class Mover:
             P.NIC_KEYS: at("nic_keys"),
             P.FLAG_KEYS: at("flag_keys"),
         }
-        for name in ("door", "plan", "arrived", "abort_out", "abort_in"):
+        for name in ("door", "plan", "landed", "arrived", "abort_out", "abort_in"):
             addresses[getattr(P, name.upper())] = flags.address + areas.flags[name].offset
         return addresses
 

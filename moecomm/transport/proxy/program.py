@@ -18,6 +18,7 @@ from moecomm.transport.proxy.failing import (
     look_around,
     tell_all,
 )
+from moecomm.transport.proxy.landing import tell_streams, wake_streams
 from moecomm.transport.proxy.sending import next_door, serve
 from moecomm.transport.proxy.words import LEAVE, other_op, slot_at
 
@@ -50,13 +51,18 @@ def MOVE(state):
     if fault(engine) != 0:
         if ld64(state + P.CULPRIT) == 0:
             blame(state, PHASE_OF_RECEIVING, ld64(state + P.RANK), fault(engine))
+        wake_streams(state)
         return 0
     done = take_arrivals(state)
     for slot in range(ld64(state + P.NUM_SLOTS)):
         check_slot(state, slot)
-    if not given_up(state):
+    over = given_up(state)
+    if over or ld64_acquire(state + P.WAKE) != 0:
+        wake_streams(state)
+    if not over:
         for slot in range(ld64(state + P.NUM_SLOTS)):
             done += serve(state, slot)
+            tell_streams(state, slot, now_ns(engine))
         look_around(state, now_ns(engine))
     if ld64_acquire(state + P.CLOSING) != 0 and ld64(state + P.CLOSED) == 0:
         _leave(state)

@@ -50,6 +50,9 @@ OUT_RECORD: Final = 280
 IN_RECORD: Final = 288
 OUT_ROW: Final = 296
 IN_ROW: Final = 304
+HEAD_SHARE: Final = 312  # offset in a head: records from this very replica
+LANDED: Final = 320  # address in ``flags``
+PATIENCE_NS: Final = 328  # for which a stream waits for ``landed``
 
 TOLD: Final = 384  # L: 1: the others have been told that somebody gave up
 CULPRIT: Final = 392  # L: rank + 1 to whom a write failed; this rank: the engine itself
@@ -62,16 +65,25 @@ PINGS: Final = 440  # L
 CLOSING: Final = 448  # P: 1: serve what has been rung, say good-bye, and stop; L: 2: is saying so
 CLOSED: Final = 456  # L: 1: all that is done
 ABORT_WORD: Final = 464  # L: what the others were told
+WAKE: Final = 472  # P: 1: no stream is to wait any more
 WRITES: Final = 512  # L: statistics, a word for each kind of write
 NBYTES: Final = 576  # L: the same, bytes
 MOVE_NS: Final = 640  # L: the same, from the first of a door's posts to the end of the last
 
 # ---- Slot ---------------------------------------------------------------------------------------
-SLOT_BYTES: Final = 128
+SLOT_BYTES: Final = 192
 SLOT_EPOCH: Final = 0  # that it serves, from 1
 SLOT_STAGE: Final = 8  # the door that it waits for; RETURN: rows or acknowledgement
 SLOT_OPEN: Final = 16  # bit k: the operation of door k is not known to be done
 SLOT_POSTED: Final = 24  # when door k was posted, a word each
+SLOT_HALVES: Final = 64  # a half record for each receiving half
+
+HALF_BYTES: Final = 48
+HALF_EPOCH: Final = 0  # of which HALF_COUNT remote ranks have sent all that this half takes
+HALF_COUNT: Final = 8
+HALF_DONE: Final = 16  # the last epoch of which all have
+HALF_TICKET: Final = 24  # the last one seen
+HALF_SINCE: Final = 32  # when that was
 
 RETURN: Final = 3
 OPS_A_SLOT: Final = 5
@@ -80,10 +92,11 @@ OP_PING: Final = 1
 OP_LEAVE: Final = 2
 OTHER_OPS: Final = 3
 
-# ---- Pair: what a slot's plan said of a rank at door HEAD ---------------------------------------
-PAIR_BYTES: Final = 16
+# ---- Pair: what a slot's plan said of a rank at door HEAD; what has come from it -----------------
+PAIR_BYTES: Final = 32
 PAIR_FIRST: Final = 0
 PAIR_COUNT: Final = 8
+PAIR_SENT: Final = 16  # the last epoch of which the rank has sent all, a word for each half
 
 # ---- Peer: one rank by one NIC ------------------------------------------------------------------
 PEER_BYTES: Final = 64

@@ -1,0 +1,116 @@
+"""A bounce on a GPU: push and pull on streams of their own, beside the caller's.
+
+``docs/protocol.md`` ("A bounce") says what they do and why nothing depends on when.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from moecomm import env
+from moecomm.cuda_driver import attribute, call, current
+from moecomm.kernels.args import ArgBlock, Args
+from moecomm.kernels.gpu import GpuKernels
+from moecomm.kernels.stages import PULL, PUSH, in_line
+from moecomm.layout import Layout
+from moecomm.remote import HALVES, WORD
+from moecomm.runtime.streams import Streams
+
+# What a sending stage is followed by: the number of the receiving half, and its pull.
+_NEXT: Final = {"dispatch_send": (0, "dispatch_pull"), "combine_send": (1, "combine_pull")}
+
+
+class Bounce:
+    """Launches a half's kernels for one communicator on GPU ``index``. The device is current.
+
+    A sending half is followed by push on a stream of its own, and, on another, by pull, which there
+    waits without any multiprocessor until the mover says that all has come. A half that is being
+    captured has both in line.
+
+    Args:
+        flags: address of the words that the mover shares.
+    """
+
+    def __init__(
+        self, index: int, layout: Layout, kernels: GpuKernels, streams: Streams, flags: int
+    ) -> None:
+        assert layout.areas is not None
+        slots = layout.cfg.in_flight
+        self._index = index
+        self._layout, self._kernels, self._streams = layout, kernels, streams
+        self._landed = flags + layout.areas.flags["landed"].offset
+        self._numbers = [0] * (slots * HALVES)  # of tickets, see ``Args.beside``
+        self._blocks: dict[int, ArgBlock] = {}  # slot → arguments of what runs beside
+        self._unjoined: set[int] = set()  # slots whose push no receiving half has waited for
+        self._in_line = env.flag("BOUNCE_IN_LINE")
+        self._waits = attribute(index, "CAN_USE_64_BIT_STREAM_MEM_OPS") != 0
+        with current(index) as cu:
+            self._cu = cu
+            self._at_least = cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+            # The default stream waits for none of them, and their few blocks are placed first.
+            _, urgent = call(cu.cuCtxGetStreamPriorityRange)
+            kind = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
+            out, into = (int(call(cu.cuStreamCreateWithPriority, kind, urgent)) for _ in range(2))
+            self._out, self._into = out, into
+            timeless = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
+            self._sent = call(cu.cuEventCreate, timeless)
+            self._pushed = [call(cu.cuEventCreate, timeless) for _ in range(slots)]
+        self._closed = False
+
+    def launch(
+        self, stage: str, block: ArgBlock, num_tokens: int, input_code: int, stream: int
+    ) -> None:
+        """Queue one half on ``stream``."""
+        if self._in_line or self._streams.captures(stream):
+            for name in in_line(self._layout, stage):
+                code = input_code if name == stage else 0
+                self._kernels.launch(name, block, num_tokens, code, stream)
+            return
+        if stage in PULL:
+            self._join(block.args.slot, stream)
+            self._kernels.launch(PULL[stage], block, 0, 0, stream)
+        self._kernels.launch(stage, block, num_tokens, input_code, stream)
+        if stage in PUSH:
+            self._go_beside(stage, block, stream)
+
+    def close(self) -> None:
+        """Nothing runs, or waits, any more. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        with current(self._index) as cu:
+            for stream in (self._out, self._into):
+                call(cu.cuStreamDestroy, stream)
+            for event in (self._sent, *self._pushed):
+                call(cu.cuEventDestroy, event)
+
+    def _go_beside(self, stage: str, block: ArgBlock, stream: int) -> None:
+        cu, slot = self._cu, block.args.slot
+        half, pull = _NEXT[stage]
+        word = slot * HALVES + half
+        self._numbers[word] += 1
+        beside = self._block_of(slot, block)
+        beside.args.beside = self._numbers[word]
+        call(cu.cuEventRecord, self._sent, stream)
+        call(cu.cuStreamWaitEvent, self._out, self._sent, 0)
+        self._kernels.launch(PUSH[stage], beside, 0, 0, self._out)
+        call(cu.cuEventRecord, self._pushed[slot], self._out)
+        self._unjoined.add(slot)
+        if self._waits:
+            # Not for the event, too: the mover has the ticket from push.
+            at, number = self._landed + WORD * word, self._numbers[word]
+            call(cu.cuStreamWaitValue64, self._into, at, number, self._at_least)
+            self._kernels.launch(pull, beside, 0, 0, self._into, in_order=True)
+
+    def _join(self, slot: int, stream: int) -> None:
+        """A receiving stage that waits for peers must not keep push from its room, for they may
+        wait for that in turn."""
+        if slot in self._unjoined:
+            self._unjoined.remove(slot)
+            call(self._cu.cuStreamWaitEvent, stream, self._pushed[slot], 0)
+
+    def _block_of(self, slot: int, block: ArgBlock) -> ArgBlock:
+        """Push and pull read nothing of a block that changes, so a copy is as good."""
+        if slot not in self._blocks:
+            self._blocks[slot] = ArgBlock(Args.from_buffer_copy(block.args))
+        return self._blocks[slot]
