@@ -7,12 +7,15 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import beside
 from emulator_programs import program
 
 import moecomm as mc
 from moecomm import comm, runtime
 from moecomm.emulator.faults import Faults
 from moecomm.emulator.simulation import Simulation
+from moecomm.kernels.args import ArgBlock, Args
+from moecomm.kernels.stages import PULL, PUSH
 from moecomm.remote import DOOR_WORDS, PLAN_WORDS, Remote
 from moecomm.runtime import cpu
 
@@ -22,15 +25,19 @@ BULK = ("out_head", "in_head", "out_record", "in_record", "out_row", "in_row")
 
 class World:
     """What ranks and movers of one simulation know of each other. ``nodes[rank]``: ranks of the
-    same node reach each other."""
+    same node reach each other. ``beside``: push and pull run as on a GPU, on streams of their own;
+    ``"late"``: pull whenever it comes to it; ``"together"``: beside the stage that waits for it, as
+    it does where a kernel starts before the one ahead has ended."""
 
-    def __init__(self, remote: Remote, nodes: Sequence[int]) -> None:
+    def __init__(self, remote: Remote, nodes: Sequence[int], beside: str = "") -> None:
         self.remote = remote
+        self.beside = beside
         self.nodes = nodes
         self.stop = (ctypes.c_uint64 * 1)()
         self.running = len(nodes)
         self.runtimes: dict[int, RemoteRuntime] = {}
         self.memory: list[Any] = []
+        self.asked: dict[tuple[int, int], tuple[str, Args] | None] = {}
 
     def is_remote(self, rank: int, peer: int) -> bool:
         return self.nodes[rank] != self.nodes[peer]
@@ -54,8 +61,34 @@ class RemoteRuntime(cpu.CpuRuntime):
         self.world.runtimes[group.rank] = self
         if self.world.remote.mode == "proxied":  # its mover starts when all ranks are there
             group.simulation.store(group.rank).set(f"mover {group.rank}", b"go")
-        # Movers look at the words of ranks that have closed.
+        self._store = group.simulation.store(group.rank)
+        self._asked: dict[int, int] = {}  # slot → number of the last push
+        self._count = 0
+        # Movers look at the words of ranks that have closed; and so may what runs beside.
         self.world.memory.append([self._memory.buffer(region) for region in self._regions])
+        self.world.memory.append([self.owner, self._image])
+
+    def launch(self, stage: str, block: ArgBlock, *more: Any) -> None:
+        if not self.world.beside:
+            return super().launch(stage, block, *more)
+        rank, slot = self._layout.rank, block.args.slot
+        if stage in PULL:
+            self._store.get(f"pushed {rank} {self._asked[slot]}", 1e6)
+            if self.world.beside == "late":
+                self._kernels.launch(PULL[stage], block.args, 0, 0)
+        self._kernels.launch(stage, block.args, *more[:2])
+        if stage in PUSH:
+            args = Args.from_buffer_copy(block.args)
+            args.beside = self._count = self._count + 1
+            self._asked[slot] = self._count
+            self.ask((stage, args))
+        return None
+
+    def ask(self, what: tuple[str, Args] | None) -> None:
+        """Let the streams beside this rank's go on with it; ``None``: no more."""
+        self._count += what is None
+        self.world.asked[self._layout.rank, self._count] = what
+        self._store.set(f"asked {self._layout.rank} {self._count}", b"go")
 
 
 def served(mode: str, **sizes: int) -> Remote:
@@ -89,11 +122,14 @@ def simulate_remote(
     proxied = world.remote.mode == "proxied"
     world.stop[0], world.running = 0, num_ranks
     world.runtimes.clear()
-    simulation = Simulation(
-        num_ranks * (2 if proxied else 1), seed=seed, checks=checks, faults=faults
-    )
+    world.asked.clear()
+    threads = num_ranks * (1 + proxied + 2 * (world.beside != ""))
+    simulation = Simulation(threads, seed=seed, checks=checks, faults=faults)
 
     def call(number: int) -> Any:
+        if number >= 2 * num_ranks:
+            stream = beside.push if number < 3 * num_ranks else beside.pull
+            return stream(world, simulation, number)
         if number >= num_ranks:
             return move(world, simulation, number - num_ranks)
         store = simulation.store(number)
@@ -101,6 +137,8 @@ def simulate_remote(
             with mc.Group(number, num_ranks, store, simulation=simulation) as group:
                 return fn(group, *args)
         finally:
+            if world.beside:
+                world.runtimes[number].ask(None)
             world.running -= 1
             if world.running == 0:
                 world.stop[0] = 1

@@ -16,8 +16,12 @@ from threads import run_threads
 
 import moecomm as mc
 from moecomm import arrays
+from moecomm.kernels.gpu import GpuKernels
 from moecomm.received import ReceivedViews
+from moecomm.remote import Remote
 from moecomm.remote_words import FREE
+from moecomm.runtime.bounce import Bounce
+from moecomm.runtime.streams import Streams
 
 CFG = mc.MoeConfig(
     num_experts=4, top_k=2, hidden=64, max_tokens=8, in_flight=2, dispatch_dtype="float32",
@@ -156,6 +160,30 @@ def test_where_streams_cannot_wait_for_words_only_push_goes_beside(gpus: FakeDri
         assert {stream for _, stream, *_ in found} == {"mine", "out"}
 
     on_two_nodes(work)
+
+
+@pytest.mark.parametrize(("connections", "most"), [("", 4), ("4", 2), ("1", 0), ("32", 4)])
+def test_few_communicators_of_a_process_have_a_stream_that_waits(
+    gpus: FakeDriver, monkeypatch: pytest.MonkeyPatch, connections: str, most: int
+) -> None:
+    """Those that come later pull in line; leave is given back."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    layout = mc.Layout(CFG, 2, 0, Remote(mode="proxied", bounce=True))
+    streams = Streams(0)
+
+    def make() -> Bounce:
+        return Bounce(0, layout, kernels, streams, 0)
+
+    kernels = GpuKernels(layout, 0)
+    made = [make() for _ in range(6)]
+    assert [bool(bounce._into) for bounce in made] == [n < most for n in range(6)]
+    for bounce in made:
+        bounce.close()
+        bounce.close()
+    again = [make() for _ in range(6)]
+    assert sum(bool(bounce._into) for bounce in again) == most
+    for bounce in again:
+        bounce.close()
 
 
 def test_closing_frees_streams_before_it_waits_for_them(gpus: FakeDriver) -> None:

@@ -115,6 +115,23 @@ def test_counting_that_is_divided_among_blocks(
         simulate_remote(world, _run, cases, seed=seed)
 
 
+@pytest.mark.parametrize(("beside", "in_flight"), [("together", 1), ("together", 2), ("late", 2)])
+def test_push_and_pull_on_streams_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, beside: str, in_flight: int
+) -> None:
+    """Push beside whatever comes next; pull beside the stage that waits for it, or whenever it
+    likes, also when its handle has long been closed: what it reads then may change, for nothing."""
+    cfg = dataclasses.replace(BUSY, replicas=2, in_flight=in_flight)
+    world = World(served("bounce", private_records=3), [0, 1, 0, 1], beside)
+    cases = [make_case(cfg, 4, step) for step in range(3)]
+    closed = 0.3 if beside == "late" else 0.0
+    schedule = random_schedule(np.random.default_rng(4), 9, in_flight, closed=closed)
+    pretend(monkeypatch, world)
+    for seed in range(10):
+        checks = "strict" if beside == "together" else False
+        simulate_remote(world, _walk, cases, schedule, seed=seed, checks=checks)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_stores_that_arrive_late_and_out_of_order(monkeypatch: Any, mode: Any) -> None:
     world = World(served(mode, private_records=3, chunk=3), [0, 1, 1])

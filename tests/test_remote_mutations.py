@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 from mutation_steps import CFG, busy_cases, run_steps, sparse_cases
 from mutations import SEEDS, Mutation, Search, first_failure, mutate, searching
-from remote import World, pretend, simulate_remote
-
-from moecomm.remote import Remote
+from remote import World, pretend, served, simulate_remote
 
 PROXIED = {
     "head-rung-before-it-is-complete": Mutation(
@@ -64,6 +62,75 @@ WAITS = {
         "wait_arrived(a, owed.peer[i], owed.channel[i], epoch - 1, epoch,",
     ),
 }
+BOUNCE = {
+    "door-rung-before-the-block-has-copied": Mutation(
+        "bounce_push.cuh", "__syncthreads();  // every thread's part comes before the door", ""
+    ),
+    "door-rung-by-the-first-block": Mutation(
+        "bounce_push.cuh", "!= gridDim.x - 1) return;", "> gridDim.x) return;"
+    ),
+    "pushed-parts-counted-without-order": Mutation(
+        "bounce_push.cuh",
+        "atomic_inc_acq_rel_gpu(done, gridDim.x - 1)",
+        "atomicInc(done, gridDim.x - 1)",
+    ),
+    "pushed-door-not-released": Mutation(
+        "bounce_push.cuh", "st_release_sys(door_word(a, door)", "st_relaxed_sys(door_word(a, door)"
+    ),
+    "private-records-pushed-with-the-others": Mutation(
+        "dispatch_push.cu", "push_records(a, s, 0, (u32)PRIVATE_RECORDS);", ""
+    ),
+    "plan-of-rows-not-pushed": Mutation(
+        "combine_push.cu", "push_plan(a, PLAN_ROW_FIRST, PLAN_ROW_BASE + 1);", ";", setting="busy"
+    ),
+    "pulled-before-the-block-has-copied": Mutation(
+        "bounce_pull.cuh",
+        "__syncthreads();  // every thread's part comes before `pulled`",
+        "",
+        setting="beside",
+    ),
+    "pulled-by-the-first-block": Mutation(
+        "bounce_pull.cuh",
+        "    if (atomic_inc_acq_rel_gpu(done, gridDim.x - 1) != gridDim.x - 1) return;\n",
+        "    if (blockIdx.x == 0 && go >= GO_COPY)\n"
+        "        st_release_sys(pulled_word(a, Half::HALF), go - GO_COPY);\n"
+        "    if (atomic_inc_acq_rel_gpu(done, gridDim.x - 1) != gridDim.x - 1) return;\n",
+        setting="beside",
+    ),
+    "pulled-parts-counted-without-order": Mutation(
+        "bounce_pull.cuh",
+        "atomic_inc_acq_rel_gpu(done, gridDim.x - 1)",
+        "atomicInc(done, gridDim.x - 1)",
+    ),
+    "pulled-not-released": Mutation(
+        "bounce_pull.cuh",
+        "st_release_sys(pulled_word(a, Half::HALF)",
+        "st_relaxed_sys(pulled_word(a, Half::HALF)",
+        setting="beside",
+    ),
+    "others-sent-without-release": Mutation(
+        "bounce_pull.cuh", "st_release_sys(word, go);", "st_relaxed_sys(word, go);"
+    ),
+    "anything-of-a-head-is-all": Mutation(
+        "dispatch_pull.cu",
+        "records > 0 && !has_arrived(a, source, CHANNEL_RECORDS, epoch, PHASE)",
+        "false",
+    ),
+    "private-records-are-all": Mutation(
+        "dispatch_pull.cu", "return records <= PRIVATE_RECORDS ||", "return true ||"
+    ),
+    "rows-pulled-of-any-epoch": Mutation(
+        "combine_pull.cu",
+        "has_arrived(a, source, CHANNEL_ROWS, epoch, PHASE)",
+        "has_arrived(a, source, CHANNEL_ROWS, epoch - 1, PHASE)",
+    ),
+    "a-stage-does-not-wait-for-pull": Mutation(
+        "remote_wait.cuh",
+        "if (BOUNCE && channel != CHANNEL_ACK)\n        return",
+        "if (BOUNCE && channel != CHANNEL_ACK)\n        return true ||",
+        setting="beside",
+    ),
+}
 NVSHMEM = {
     "records-of-a-chunk-counted-without-order": Mutation(
         "remote_send.cuh", "atomic_add_acq_rel_gpu(packed, 1)", "atomicAdd(packed, 1u)"
@@ -109,16 +176,18 @@ def _with(wire: str, faults: dict[str, Mutation]) -> dict[str, Mutation]:
 MUTATIONS = {
     **_with("proxied", PROXIED),
     **_with("proxied", WAITS),
+    **_with("bounce", BOUNCE),
     **_with("nvshmem", {"rows-of-any-epoch": WAITS["rows-of-any-epoch"]}),
     **_with("nvshmem", NVSHMEM),
 }
-RIGHT = ["proxied", "nvshmem"]
+RIGHT = ["proxied", "bounce", "nvshmem"]
 
 
 @pytest.fixture(scope="module")
 def search(request: pytest.FixtureRequest) -> Iterator[Search]:
     arguments: dict[str, tuple[Any, ...]] = {name: (fault,) for name, fault in MUTATIONS.items()}
     arguments |= {mode: (None, mode) for mode in RIGHT}
+    arguments["beside"] = (None, "bounce", "beside")
     yield from searching(request, _look, arguments)
 
 
@@ -127,7 +196,7 @@ def test_the_fault_is_found(name: str, search: Search) -> None:
     assert search[name] is not None, f"no seed of {SEEDS} notices"
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", [*RIGHT, "beside"])
 def test_the_right_kernels_pass_every_seed(name: str, search: Search) -> None:
     """The busy setting is one of ``test_remote``."""
     assert search[name] is None
@@ -139,7 +208,8 @@ def _look(mutation: Mutation | None, mode: Any = "", setting: str = "sparse") ->
         mode, setting = mutation.wire, mutation.setting
     cfg = dataclasses.replace(CFG, wire="flags", hidden=200)
     steps = sparse_cases(cfg) if setting == "sparse" else busy_cases(cfg)
-    world = World(Remote(mode=mode, private_records=3, chunk=3), [0, 1, 1])
+    beside = "together" if setting == "beside" else ""
+    world = World(served(mode, private_records=3, chunk=3), [0, 1, 1], beside)
     first = 0 if mutation is None else 1
     with pytest.MonkeyPatch.context() as patch:
         pretend(patch, world)

@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
+from collections import Counter
 from typing import Final
 
 from moecomm import env
-from moecomm.cuda_driver import attribute, call, current
+from moecomm.cuda_driver import DriverError, attribute, call, current
 from moecomm.kernels.args import ArgBlock, Args
 from moecomm.kernels.gpu import GpuKernels
 from moecomm.kernels.stages import PULL, PUSH, in_line
@@ -16,16 +20,42 @@ from moecomm.layout import Layout
 from moecomm.remote import HALVES, WORD
 from moecomm.runtime.streams import Streams
 
+logger = logging.getLogger(__name__)
+
 # What a sending stage is followed by: the number of the receiving half, and its pull.
 _NEXT: Final = {"dispatch_send": (0, "dispatch_pull"), "combine_send": (1, "combine_pull")}
+
+# A stream that waits takes one of the device's connections. With all of them taken no kernel and
+# no copy of the process starts on any other stream, whatever the priorities, until a wait ends
+# (H200, 2026-11-30: 8 of 8); one alone holds up nothing.
+CONNECTIONS: Final = 8  # where CUDA_DEVICE_MAX_CONNECTIONS does not say
+MOST_WAITING: Final = 4
+_waiting: Final[Counter[int]] = Counter()  # GPU → streams of this process that may wait
+_lock: Final = threading.Lock()
+
+
+def _may_wait(index: int) -> bool:
+    """Take leave for one more stream of GPU ``index`` to wait, if there is any; see ``_no_more``."""
+    text = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    connections = int(text) if text.isdigit() else CONNECTIONS
+    with _lock:
+        if _waiting[index] >= min(MOST_WAITING, connections // 2):
+            return False
+        _waiting[index] += 1
+        return True
+
+
+def _no_more(index: int) -> None:
+    with _lock:
+        _waiting[index] -= 1
 
 
 class Bounce:
     """Launches a half's kernels for one communicator on GPU ``index``. The device is current.
 
     A sending half is followed by push on a stream of its own, and, on another, by pull, which there
-    waits without any multiprocessor until the mover says that all has come. A half that is being
-    captured has both in line.
+    waits without any multiprocessor until the mover says that all has come; few communicators of a
+    process have the latter. A half that is being captured has both in line.
 
     Args:
         flags: address of the words that the mover shares.
@@ -43,15 +73,23 @@ class Bounce:
         self._blocks: dict[int, ArgBlock] = {}  # slot → arguments of what runs beside
         self._unjoined: set[int] = set()  # slots whose push no receiving half has waited for
         self._in_line = env.flag("BOUNCE_IN_LINE")
-        self._waits = attribute(index, "CAN_USE_64_BIT_STREAM_MEM_OPS") != 0
         with current(index) as cu:
             self._cu = cu
             self._at_least = cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
             # The default stream waits for none of them, and their few blocks are placed first.
             _, urgent = call(cu.cuCtxGetStreamPriorityRange)
             kind = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
-            out, into = (int(call(cu.cuStreamCreateWithPriority, kind, urgent)) for _ in range(2))
-            self._out, self._into = out, into
+            self._out = int(call(cu.cuStreamCreateWithPriority, kind, urgent))
+            self._into = 0  # there is none
+            able = attribute(index, "CAN_USE_64_BIT_STREAM_MEM_OPS") and not self._in_line
+            if able and _may_wait(index):
+                try:
+                    self._into = int(call(cu.cuStreamCreateWithPriority, kind, urgent))
+                except DriverError:
+                    _no_more(index)
+                    raise
+            elif able:
+                logger.info("GPU %d: enough streams wait: bytes come in in line", index)
             timeless = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
             self._sent = call(cu.cuEventCreate, timeless)
             self._pushed = [call(cu.cuEventCreate, timeless) for _ in range(slots)]
@@ -79,8 +117,10 @@ class Bounce:
             return
         self._closed = True
         with current(self._index) as cu:
-            for stream in (self._out, self._into):
-                call(cu.cuStreamDestroy, stream)
+            call(cu.cuStreamDestroy, self._out)
+            if self._into:
+                call(cu.cuStreamDestroy, self._into)
+                _no_more(self._index)
             for event in (self._sent, *self._pushed):
                 call(cu.cuEventDestroy, event)
 
@@ -96,7 +136,7 @@ class Bounce:
         self._kernels.launch(PUSH[stage], beside, 0, 0, self._out)
         call(cu.cuEventRecord, self._pushed[slot], self._out)
         self._unjoined.add(slot)
-        if self._waits:
+        if self._into:
             # Not for the event, too: the mover has the ticket from push.
             at, number = self._landed + WORD * word, self._numbers[word]
             call(cu.cuStreamWaitValue64, self._into, at, number, self._at_least)

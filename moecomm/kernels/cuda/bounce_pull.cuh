@@ -31,6 +31,28 @@ DEVICE bool has_arrived(const Args& a, u64 source, u32 channel, u64 epoch, u32 p
     return wait_for(a, word, FlagReached{epoch}, epoch, epoch, from_rank(phase, (u32)source), &last);
 }
 
+// One thread: what was claimed for `claimed` has been copied. False: as has_arrived; if it never is,
+// nobody is to blame but this rank.
+DEVICE bool is_copied(const Args& a, u32 half, u64 claimed, u64 epoch, u32 phase)
+{
+    const u64* word = pulled_word(a, half);
+    if (a.beside) return ld_acquire_sys(word) >= claimed;
+    u64 last;
+    return wait_for(a, word, FlagReached{claimed}, claimed, epoch, from_rank(phase, (u32)a.rank), &last);
+}
+
+// One thread: claims an epoch that has come, one after the other: of a handle that was closed with its
+// rows on the way, the pull beside may still copy when the slot's next rows are there.
+DEVICE bool take(const Args& a, u32 half, u64 epoch, u32 phase)
+{
+    u64* claim = local_at<u64>(a, LOC_PULL_CLAIM, half_number(a, half));
+    for (;;) {
+        const u64 before = ld_relaxed_sys(claim);
+        if (!is_copied(a, half, min(before, epoch), epoch, phase) || before >= epoch) return false;
+        if (cas_relaxed_sys(claim, before, epoch) == before) return true;
+    }
+}
+
 // Block 0: whether this launch copies.
 template <class Half>
 DEVICE u64 find_out(const Args& a)
@@ -47,13 +69,8 @@ DEVICE u64 find_out(const Args& a)
         if (!a.beside && threadIdx.x == 0) wake_streams(a);
         return GO_HOME;
     }
-    u64* claim = local_at<u64>(a, LOC_PULL_CLAIM, half_number(a, Half::HALF));
-    if (__syncthreads_or(threadIdx.x == 0 && atomicMax(claim, epoch) < epoch)) return GO_COPY + epoch;
-    u64 last;
-    if (!a.beside && threadIdx.x == 0)
-        wait_for(a, pulled_word(a, Half::HALF), FlagReached{epoch}, epoch, epoch,
-                 from_rank(Half::PHASE, (u32)a.rank), &last);
-    return GO_HOME;
+    const bool mine = threadIdx.x == 0 && take(a, Half::HALF, epoch, Half::PHASE);
+    return __syncthreads_or(mine) ? GO_COPY + epoch : GO_HOME;
 }
 
 // What block 0 found out, in every thread. `shared`: a word of shared memory.

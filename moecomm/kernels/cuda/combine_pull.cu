@@ -9,8 +9,8 @@ struct Returned {
     // Of a step that overflowed nothing comes back.
     DEVICE static bool begin(const Args& a, u64* epoch)
     {
-        *epoch = ld(sent_word(a));
-        return !CAPPED || ld(local_at<u64>(a, LOC_OVERFLOWED, a.slot)) != *epoch;
+        *epoch = ld_relaxed_sys(sent_word(a));
+        return !CAPPED || ld_relaxed_sys(local_at<u64>(a, LOC_OVERFLOWED, a.slot)) != *epoch;
     }
 
     // One thread: rows acknowledge, too, which spares the next dispatch_send a look at the host.
@@ -25,8 +25,9 @@ struct Returned {
     {
         u32 *base = words, *rows = words + NUM_RANKS;
         for (u32 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x) {
-            base[r] = ld(local_at<u32>(a, LOC_RETURN_BASE, pair_number(a, r)));
-            rows[r] = is_remote(a, r) ? ld(return_count(a, r)) : 0;
+            // Beside, of a handle that was closed early, these may change meanwhile.
+            base[r] = min(ld(local_at<u32>(a, LOC_RETURN_BASE, pair_number(a, r))), (u32)LANDING_ROWS);
+            rows[r] = is_remote(a, r) ? min(ld(return_count(a, r)), (u32)LANDING_ROWS - base[r]) : 0;
         }
         __syncthreads();
         Copier copier;

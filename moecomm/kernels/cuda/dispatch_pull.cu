@@ -9,7 +9,7 @@ struct Dispatched {
     // May run beside dispatch_send, as dispatch_recv.
     DEVICE static bool begin(const Args& a, u64* epoch)
     {
-        *epoch = ld(read_word(a)) + 1;
+        *epoch = ld_relaxed_sys(read_word(a)) + 1;
         return true;
     }
 

@@ -133,7 +133,7 @@ DEVICE bool overflows(const Args& a, const Placement& s, u64 epoch)
     __syncthreads();
     if (unit == units) return false;
     if (blockIdx.x == 0 && threadIdx.x == 0) {
-        st(local_at<u64>(a, LOC_OVERFLOWED, a.slot), epoch);
+        st_relaxed_sys(local_at<u64>(a, LOC_OVERFLOWED, a.slot), epoch);
         Status status = {CODE_OVERFLOW, PHASE_DISPATCH_RECV, a.rank, unit, epoch,
                          rows_needed(a, unit), CAPACITY, a.slot};
         report(a, STATUS_OVERFLOW, status);

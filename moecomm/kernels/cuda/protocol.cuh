@@ -140,7 +140,8 @@ DEVICE u64 combine_row(u64 base, const Args& a, u64 token, u64 place)
 // Two words a slot. `sent`: the epoch that dispatch_send gave this use of the slot; the combine
 // stages read it. `read`: the last epoch whose records this rank has read, set by combine_send or
 // release; both dispatch stages count on from it. No stage reads the word that it writes, and the
-// stages that write wait for all earlier kernels first: so no block can see its word change.
+// stages that write wait for all earlier kernels first: so no block can see its word change. (Pull
+// beside the stages may: bounce_pull.cuh.)
 DEVICE u64* sent_word(const Args& a) { return local_at<u64>(a, LOC_EPOCH, 2 * a.slot); }
 DEVICE u64* read_word(const Args& a) { return local_at<u64>(a, LOC_EPOCH, 2 * a.slot + 1); }
 
@@ -151,7 +152,7 @@ DEVICE u64* read_word(const Args& a) { return local_at<u64>(a, LOC_EPOCH, 2 * a.
 DEVICE void acknowledge(const Args& a, u64 epoch)
 {
     if (blockIdx.x > 0 || warp_id() != num_warps() - 1) return;
-    if (lane_id() == 0) st(read_word(a), epoch);
+    if (lane_id() == 0) st_relaxed_sys(read_word(a), epoch);
     for (u64 r = lane_id(); r < NUM_RANKS; r += WARP_SIZE) {
         if (is_remote(a, r)) {
             if (REMOTE == 2) put_word(a, r, arrived_word(a, a.rank, CHANNEL_ACK), epoch);

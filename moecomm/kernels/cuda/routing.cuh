@@ -263,7 +263,7 @@ DEVICE bool announce(const Args& a, const Counters& s, u32 tokens, const SendSta
     if (CHECK_VALUES) check_values(a, tokens, epoch);
     if (threadIdx.x == 0) {
         st(local_at<u32>(a, LOC_NUM_TOKENS, a.slot), tokens);
-        st(sent_word(a), epoch);
+        st_relaxed_sys(sent_word(a), epoch);
     }
     if (gridDim.x > 1) return true;
     __syncthreads();
