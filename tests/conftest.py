@@ -143,6 +143,12 @@ def poisoned() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(params=["straight", "bounce"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without and with a bounce: whether the network reaches what the kernels work on."""
+    monkeypatch.setenv("MOECOMM_BOUNCE", str(int(request.param == "bounce")))
+
+
 @pytest.fixture
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The test ends with no process, thread or descriptor more than before."""

@@ -29,13 +29,21 @@ def open_engine(group: mc.Group, *, options: EngineOptions) -> TransferEngine:
 
 
 @contextlib.contextmanager
-def network(num_ranks: int, node_size: int, num_nics: int = 1, **fields: Any) -> Iterator[Any]:
+def network(
+    num_ranks: int,
+    node_size: int,
+    num_nics: int = 1,
+    bounce: bool | None = None,
+    **fields: Any,
+) -> Iterator[Any]:
     """A new network, which communicators opened inside use; one after the other, since a NIC has
-    one owner."""
+    one owner. ``bounce``: whether bytes take one; ``None``: as the environment says."""
     net = FakeNetwork(num_ranks, num_nics, **{"words": WILD, **fields})
     _current.append(net)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOECOMM_NODE_SIZE", str(node_size))
+        if bounce is not None:
+            patch.setenv("MOECOMM_BOUNCE", str(int(bounce)))
         patch.setitem(transport.NETWORKS, "fake", "fake_transport")
         patch.setitem(transport.TRANSPORTS, "fake", "fake_transport")
         try:

@@ -10,7 +10,7 @@ import gpu_ranks
 import pytest
 from exchange import make_case
 from gpu_exchange import OnGpu, on_device
-from gpu_ranks import _until_timeout, _warmed_up
+from gpu_ranks import _until_timeout, warmed_up
 
 import moecomm as mc
 from moecomm.runtime import nvshmem
@@ -28,7 +28,7 @@ def kind_of_peers(group: mc.Group, cfg: mc.MoeConfig) -> str:
 def die_or_survive(group: mc.Group, cfg: mc.MoeConfig) -> tuple[str, int, float]:
     """Rank 1 is killed after a dispatch; what the others see, and how fast. Closing does not wait
     for it, though NVSHMEM's own end would."""
-    given, _ = _warmed_up(group, cfg, None)
+    given, _ = warmed_up(group, cfg, None)
     comm = mc.MoeComm(cfg, group)
     given.run(comm)
     group.barrier(60)

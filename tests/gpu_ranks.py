@@ -87,7 +87,7 @@ def overlap(group: mc.Group, cfg: mc.MoeConfig, rounds: int, device: Any = None)
 
 def die_or_survive(group: mc.Group, cfg: mc.MoeConfig, device: Any) -> tuple[str, int, float]:
     """Rank 1 is killed after a dispatch; what the others see, and how fast."""
-    given, where = _warmed_up(group, cfg, device)
+    given, where = warmed_up(group, cfg, device)
     comm = mc.MoeComm(cfg, group, device=device)
     given.run(comm)
     group.barrier(60)
@@ -104,7 +104,7 @@ def die_or_survive(group: mc.Group, cfg: mc.MoeConfig, device: Any) -> tuple[str
 
 def be_silent(group: mc.Group, cfg: mc.MoeConfig, device: Any) -> tuple[str, int] | None:
     """Rank 1 does not take part; then all ranks go on with a communicator of their own."""
-    given, where = _warmed_up(group, cfg, device)
+    given, where = warmed_up(group, cfg, device)
     comm = mc.MoeComm(cfg, group, device=device)
     error = None if group.rank == 1 else _until_timeout(comm, given)
     group.barrier(60)
@@ -116,7 +116,7 @@ def be_silent(group: mc.Group, cfg: mc.MoeConfig, device: Any) -> tuple[str, int
     return None if error is None else (error.phase, error.peer)
 
 
-def _warmed_up(group: mc.Group, cfg: mc.MoeConfig, device: Any) -> tuple[OnGpu, str]:
+def warmed_up(group: mc.Group, cfg: mc.MoeConfig, device: Any) -> tuple[OnGpu, str]:
     """Everything that a first step loads or compiles, on all ranks, before time counts: a rank
     whose start takes longer than ``cfg.timeout_s`` would be somebody's culprit."""
     patient = dataclasses.replace(cfg, timeout_s=60.0)

@@ -15,8 +15,8 @@ from typing import Any
 
 import moecomm as mc
 from moecomm.layout import Layout
-from moecomm.remote import Remote, RemoteAreas
-from moecomm.remote_words import Door, Kind, Move, Plan, RemoteWords, parse
+from moecomm.remote import HALVES, Remote, RemoteAreas
+from moecomm.remote_words import TICKET_BITS, Door, Kind, Move, Plan, RemoteWords, parse
 from moecomm.transport.base import Region
 from moecomm.transport.engine.blocks import Block
 from moecomm.transport.engine.commands import Place
@@ -136,6 +136,7 @@ class Kernels:
         self.epoch, self.last = first, last
         self.steps = self.run()
         self.done = False
+        self.tickets = 0
 
     def step(self) -> None:
         if not self.done:
@@ -155,7 +156,9 @@ class Kernels:
         assert came in self.world.delivered, f"told too early: {came}"
         if kind < Kind.ACK:
             move = self.world.move(*came)
-            found = self.world.bytes_at(self.rank, move.dst, move.nbytes)
+            found = list(self.world.bytes_at(self.rank, move.dst, move.nbytes))
+            if kind is Kind.HEAD:
+                del found[self.world.areas.head_words - 1]
             assert set(found) <= {stamp(*came)}, f"not there: {came}"
 
     def pack(self, kind: Kind, peer: int) -> None:
@@ -164,6 +167,33 @@ class Kernels:
         move = world.move(*of)
         words = world.bytes_at(self.rank, move.src, move.nbytes)
         words[:] = [stamp(*of)] * len(words)
+        if kind is Kind.HEAD:  # its last word counts the records
+            count = world.records(self.slot, self.rank, peer, self.epoch)
+            words[world.areas.head_words - 1] = self.epoch << 32 | count
+
+    def ask(self, half: int) -> int:
+        """A ticket, or none: 0, as of what is replayed."""
+        if self.world.random.random() < 0.3:
+            return 0
+        self.tickets += 1
+        store(
+            self.word(self.words.ticket(self.slot, half)),
+            self.tickets << TICKET_BITS | self.epoch & (1 << TICKET_BITS) - 1,
+        )
+        return self.tickets
+
+    def landed(self, half: int, ticket: int) -> Any:
+        """Whoever waits for a ticket is woken, and not before all of it is there."""
+        while load(self.word(self.words.landed(self.slot, half))) < ticket:
+            yield True
+        if ticket == 0:
+            return
+        for peer in self.world.others(self.rank):
+            count = self.world.records(self.slot, peer, self.rank, self.epoch)
+            kinds = [Kind.HEAD] + [Kind.PRIVATE] * (count > 0) + [Kind.RECORDS] * (count > PRIVATE)
+            for kind in [Kind.ROWS] if half else kinds:
+                channel = self.words.channels(kind)[0]
+                assert self.arrived(peer, channel), f"woken too early: {kind.name} of {peer}"
 
     def ring(self, door: Door) -> None:
         store(self.word(self.words.door(self.slot, door)), self.epoch)
@@ -194,7 +224,10 @@ class Kernels:
                 self.pack(Kind(door), peer)
             self.ring(door)
             yield True
+        ticket = self.ask(0)
         ending = world.ending(self.slot, self.epoch)
+        if ending != "overflow":
+            yield from self.landed(0, ticket)
         for peer in others:
             yield from self.wait(peer, Kind.HEAD)
             count = world.records(self.slot, peer, self.rank, self.epoch)
@@ -214,6 +247,7 @@ class Kernels:
             self.pack(Kind.ROWS, peer)
         self.ring(Door.ROWS)
         yield True
+        yield from self.landed(1, self.ask(1))
         for peer in others:
             yield from self.wait(peer, Kind.ROWS)
 
@@ -256,6 +290,8 @@ class World:
         for slot in range(self.areas.slots):
             at = mover._at("slots") + P.SLOT_BYTES * slot
             store(at + P.SLOT_EPOCH, first)
+            for half in range(HALVES):
+                store(at + P.SLOT_HALVES + P.HALF_BYTES * half + P.HALF_DONE, first - 1)
             for peer in self.others(rank):
                 for channel in range(self.areas.channels):
                     word = words.arrived(slot, peer, channel)

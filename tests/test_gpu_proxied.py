@@ -7,12 +7,14 @@ import os
 import signal
 from typing import Any
 
+import gpu_bounce
 import gpu_graphs
 import gpu_ranks
 import pytest
 
 import moecomm as mc
 from moecomm.run import outcomes
+from moecomm.transport.proxy.mover import PATIENCE_S
 
 BASE: dict[str, Any] = {
     "num_experts": 32,
@@ -33,6 +35,7 @@ CONFIGS: list[tuple[mc.MoeConfig, str | None]] = [
     (mc.MoeConfig(**{**FP8, "hidden": 7168, "max_tokens": 128}), "bfloat16"),
     (mc.MoeConfig(**{**BASE, "num_sms": 64}), None),  # a block a row
 ]
+LARGE = mc.MoeConfig(**{**BASE, "hidden": 7168, "max_tokens": 128, "num_sms": None})
 SHORT = mc.MoeConfig(**{**BASE, "timeout_s": 2.0})
 one_gpu, two_gpus = pytest.mark.gpu, pytest.mark.gpus(2)
 NODES = [  # ranks, how many a node; whether all are on one GPU
@@ -91,6 +94,27 @@ def test_num_tokens_on_the_device(num_ranks: int) -> None:
 
 def test_pieces_replayed_on_another_stream(num_ranks: int) -> None:
     run(gpu_graphs.pieces_across_streams, num_ranks, BF16, None)
+
+
+@pytest.mark.parametrize("in_line", [False, True], ids=["beside", "in-line"])
+def test_work_between_the_halves(
+    num_ranks: int, in_line: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOECOMM_BOUNCE_IN_LINE", str(int(in_line)))
+    run(gpu_bounce.between, num_ranks, LARGE, 60)
+
+
+def test_a_late_peer_keeps_nobodys_device_waiting(num_ranks: int) -> None:
+    """A stream that waits for what it sends gives up, and the receiving half does the work."""
+    for waited in run(gpu_bounce.come_late, num_ranks, BF16):
+        assert waited < 2 * PATIENCE_S + 1
+
+
+def test_nothing_waits_once_a_rank_has_given_up(num_ranks: int) -> None:
+    """The device is free, with a handle under way, and processes end that close nothing."""
+    for peer, waited in run(gpu_bounce.give_up, num_ranks, SHORT):
+        assert peer == 1
+        assert waited < 10
 
 
 def test_opening_and_closing(num_ranks: int) -> None:

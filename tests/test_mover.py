@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from mover_model import World, load, sources, store
 
-from moecomm.remote_words import Kind, RemoteWords
+from moecomm.remote_words import FREE, TICKET_BITS, Kind, RemoteWords
 from moecomm.transport.proxy import state as P
 
 WRAP = 8190  # epochs whose low bits begin anew
@@ -47,6 +47,17 @@ MUTATIONS = {
         "target = ld64(state + P.IN_HEAD) + (pairs + me) * nbytes",
         "target = ld64(state + P.IN_HEAD) + (pairs + rank) * nbytes",
     ),
+    "woken with the heads": (
+        "if half == _DISPATCH and not _records_here(state, slot, source, epoch):", "if False:",
+    ),
+    "woken without the other records": (
+        "return count <= ld64(state + P.PRIVATE) or", "return True or",
+    ),
+    "woken by all but one": (
+        "if ld64(record + P.HALF_COUNT) == ld64(state + P.NUM_REMOTES):",
+        "if ld64(record + P.HALF_COUNT) == ld64(state + P.NUM_REMOTES) - 1:",
+    ),
+    "woken by the epoch before": ("if ahead == 0 or ahead", "if ahead <= 1 or ahead"),
     "records announced as private": ("CHANNEL_RECORDS + 1, epoch", "CHANNEL_RECORDS, epoch"),
 }  # fmt: skip
 
@@ -151,6 +162,53 @@ def test_closing_serves_what_was_rung_first() -> None:
         world.turn(0)
     assert _kinds(world, 0)[-1] == Kind.LEAVE
     assert mover._get(P.CLOSED) == 1
+
+
+def _landed(world: World, rank: int) -> list[int]:
+    words = RemoteWords(world.areas, rank)
+    at = world.flags[rank].address
+    return [load(at + 8 * words.landed(s, h)) for s in range(world.areas.slots) for h in (0, 1)]
+
+
+def _ask(world: World, slot: int, half: int, ticket: int, epoch: int) -> None:
+    words = RemoteWords(world.areas, 0)
+    at = world.flags[0].address + 8 * words.ticket(slot, half)
+    store(at, ticket << TICKET_BITS | epoch)
+
+
+def test_a_stream_waits_for_a_second_at_most() -> None:
+    """For what does not come; and not at all for a step that pushes nothing."""
+    world = World(2, 0)
+    engine = world.engines[0]
+    _ask(world, 0, 0, 7, 1)
+    _ask(world, 1, 1, 3, 0)
+    world.turn(0)
+    assert _landed(world, 0) == [0, 0, 0, 3]
+    engine.now += 900_000_000
+    world.turn(0)
+    assert _landed(world, 0) == [0, 0, 0, 3]
+    engine.now += 200_000_000
+    world.turn(0)
+    assert _landed(world, 0) == [7, 0, 0, 3]
+
+
+@pytest.mark.parametrize("how", ["abort_out", "abort_in", "fault", "asked"])
+def test_no_stream_waits_once_it_is_over(how: str) -> None:
+    """Whatever is stored there, or asked for, meanwhile."""
+    world = World(2, 0)
+    if how == "fault":
+        world.engines[0].fault = -5
+    elif how == "asked":
+        world.movers[0].wake_streams()
+        assert _landed(world, 0) == [FREE] * 4
+    else:
+        store(_word(world, 0, how), -(1 << 63) | 5)
+    world.turn(0)
+    assert _landed(world, 0) == [FREE] * 4
+    store(world.flags[0].address + 8 * RemoteWords(world.areas, 0).landed(1, 0), 4)
+    _ask(world, 0, 1, 9, 1)
+    world.turn(0)
+    assert _landed(world, 0) == [FREE] * 4
 
 
 def test_immediates_that_no_mover_sends_are_counted() -> None:

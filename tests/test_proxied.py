@@ -45,16 +45,17 @@ def _walk(group: mc.Group, cases: list[Case], schedule: list[Action]) -> Any:
     problem=problems(max_ranks=8, max_steps=3),
     node_size=st.sampled_from([1, 1, 2, 4]),
     num_nics=st.integers(1, 2),
+    bounce=st.booleans(),
     seed=st.integers(0, 2**16),
 )
 def test_any_problem_equals_the_reference(
-    problem: Problem, node_size: int, num_nics: int, seed: int
+    problem: Problem, node_size: int, num_nics: int, bounce: bool, seed: int
 ) -> None:
     """All layouts, 1 to 8 ranks, replicas on any nodes, handles in flight in any order, some
     closed without being combined."""
     schedule = random_schedule(problem.rng, problem.num_steps, problem.cfg.in_flight, closed=0.2)
     note(f"schedule {schedule}")
-    fields = {"num_nics": num_nics, "seed": seed}
+    fields = {"num_nics": num_nics, "bounce": bounce, "seed": seed}
     on_nodes(_walk, problem.num_ranks, node_size, problem.cases(), schedule, **fields)
 
 
@@ -76,9 +77,10 @@ def test_a_cap_fits_or_is_everybodys_error(problem: Problem, data: st.DataObject
         group.transport = "fake"
         _capped(group, inputs, steps, cap)
 
-    on_nodes(work, problem.num_ranks, 1)
+    on_nodes(work, problem.num_ranks, 1, bounce=data.draw(st.booleans()))
 
 
+@pytest.mark.usefixtures("either_way")
 def test_replicas_on_different_nodes() -> None:
     """Each replica sends its share of the records, on nodes of 1, 2 and 4 ranks."""
     for node_size, replicas in ((1, 2), (2, 2), (2, 4), (4, 2)):
@@ -88,6 +90,7 @@ def test_replicas_on_different_nodes() -> None:
         on_nodes(_walk, 8, node_size, cases, schedule)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_thousand_random_steps() -> None:
     """Changing tokens, none included, skewed and even routing, two handles in flight, some closed;
     epochs go past what an immediate holds of them (see the mover's own tests for 13 bits)."""
@@ -144,12 +147,13 @@ def _expected(case: Case, me: int, peers: list[int], remote: Remote) -> dict[str
     ids=["grouped", "sender", "rank", "replicas"],
 )
 @pytest.mark.parametrize("node_size", [1, 2])
+@pytest.mark.parametrize("bounce", [False, True], ids=["straight", "bounce"])
 def test_writes_are_those_of_the_protocol(
-    monkeypatch: pytest.MonkeyPatch, node_size: int, changes: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, bounce: bool, node_size: int, changes: dict[str, Any]
 ) -> None:
     """One head and one row write to every remote peer, one private write and one of the rest where
     there are records; nothing else, and not a byte more."""
-    remote = Remote(mode="proxied", private_records=2)
+    remote = Remote(mode="proxied", private_records=2, bounce=bounce)
     monkeypatch.setattr("moecomm.runtime.proxied.Remote", lambda **_: remote)
     cfg = dataclasses.replace(SMALL, **changes)
     cases = [make_case(cfg, 4, step, skew=0.3 * step) for step in range(4)]

@@ -62,6 +62,7 @@ def all_see(
         return run_threads(work, num_ranks)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_failed_write_names_its_peer_and_the_reason() -> None:
     """Rank 0's next write fails; whom that was for is named by all, the reason by rank 0."""
     seen = all_see(lambda net, comm: net.set(0, fake_nic.FAIL, 1))
@@ -75,6 +76,7 @@ def test_a_failed_write_names_its_peer_and_the_reason() -> None:
     assert [cause for _, cause in seen[1:]] == [None, None]
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_silent_peer_is_named_by_all() -> None:
     """Nothing reaches rank 2, from anybody: it is missed before kernels lose patience."""
 
@@ -88,12 +90,14 @@ def test_a_silent_peer_is_named_by_all() -> None:
     assert any("nothing moved for too long" in str(cause) for _, cause in seen[:2])
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_nic_that_breaks_takes_its_rank_along() -> None:
     seen = all_see(lambda net, comm: net.set(1, fake_nic.BROKEN, 107), at=1)
     assert {peer for peer, _ in seen} == {1}
     assert "its completion queue failed: fake error 107" in str(seen[1][1])
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_stopped_mover_is_missed() -> None:
     """Its thread hangs: its rank is named, by itself too."""
 
@@ -105,6 +109,7 @@ def test_a_stopped_mover_is_missed() -> None:
     assert [seen[0][0], seen[2][0]] == [1, 1]
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_rank_whose_nic_takes_nothing_is_named_by_its_node_too() -> None:
     """Two nodes of two: rank 0 can tell nobody. It says why; all others miss it."""
     seen = all_see(lambda net, comm: net.set(0, fake_nic.REFUSED, 11111), num_ranks=4, node_size=2)

@@ -48,6 +48,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Any:
     return pretend
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize(("fabric", "node_size"), [("tcp", 1), ("shm", 2)])
 def test_every_layout_equals_the_reference(pretended: Any, fabric: str, node_size: int) -> None:
     """Handles out of order, another order on every rank, some closed unfinished."""
@@ -84,6 +85,7 @@ def given() -> Case:
     return make_case(SHORT, 4, 0, tokens=(8, 8, 8, 8), dropped=0.0, repeated=0.0)
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize(("half", "node_size"), [("send", 1), ("recv", 2)])
 def test_c02_c03_a_killed_peer_is_named_on_every_node(
     pretended: Any, half: str, node_size: int
@@ -146,6 +148,7 @@ def _step(comm: mc.MoeComm, case: Case, half: str) -> None:
     comm.combine_recv(handle, case.weights[rank])
 
 
+@pytest.mark.usefixtures("either_way")
 def test_leaving_at_once_takes_nothing_from_the_others(pretended: Any) -> None:
     """Each rank closes as soon as it has what it wants; what it owes has gone by then, and that it
     is gone is nobody's trouble."""

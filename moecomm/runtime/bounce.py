@@ -35,7 +35,7 @@ _lock: Final = threading.Lock()
 
 
 def _may_wait(index: int) -> bool:
-    """Take leave for one more stream of GPU ``index`` to wait, if there is any; see ``_no_more``."""
+    """Take leave for one more stream of GPU ``index`` to wait, if there is any."""
     text = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     connections = int(text) if text.isdigit() else CONNECTIONS
     with _lock:
@@ -46,6 +46,7 @@ def _may_wait(index: int) -> bool:
 
 
 def _no_more(index: int) -> None:
+    """Give it back."""
     with _lock:
         _waiting[index] -= 1
 

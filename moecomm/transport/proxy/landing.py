@@ -35,8 +35,7 @@ def _records_here(state, slot, source, epoch):
 
 @inner
 def note_arrival(state, slot, source, kind, epoch):
-    """Something of this kind has come. All of a half is there with its last remote rank's part; an
-    acknowledgement stands for rows, where a step ends without them."""
+    """Something of this kind has come. All of a half is there with its last remote rank's part."""
     half = _DISPATCH if kind <= RECORDS else _COMBINE
     sent = pair_at(state, slot, source) + P.PAIR_SENT + half * 8
     if ld64(sent) >= epoch:
@@ -45,6 +44,8 @@ def note_arrival(state, slot, source, kind, epoch):
         return
     st64(sent, epoch)
     record = _half_at(state, slot, half)
+    if ld64(record + P.HALF_EPOCH) > epoch:
+        return
     if ld64(record + P.HALF_EPOCH) != epoch:
         st64(record + P.HALF_EPOCH, epoch)
         st64(record + P.HALF_COUNT, 0)
