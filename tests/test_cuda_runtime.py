@@ -473,6 +473,9 @@ def test_ranks_of_other_nodes_are_served_through_pinned_memory(
             pointers = [run._memory.peer_pointer(rank, run._region) for rank in range(2)]
             assert [p is not None for p in pointers] == [group.rank == 0, group.rank == 1]
             group.barrier()
+            held = sum((1 << 30) - gpu.free for gpu in gpus.gpus)
+            assert held == 2 * comm.memory_bytes  # the image, too
+            group.barrier()
         assert run._mover.stopped
 
     with network(2, 1):

@@ -135,7 +135,10 @@ MUTATIONS = {
         "waits.cuh", "late = came && too_late(a, start)", "late = false", setting="late"
     ),
     "the-first-replica-is-named": Mutation(
-        "waits.cuh", "culprit == NUM_RANKS ? who.peer : culprit", "who.peer", setting="replicas"
+        "waits.cuh",
+        "culprit == NUM_RANKS ? suspect(a, who) : culprit",
+        "who.peer",
+        setting="replicas",
     ),
 }
 

@@ -53,13 +53,14 @@ DEVICE bool take(const Args& a, u32 half, u64 epoch, u32 phase)
     }
 }
 
-// Block 0: whether this launch copies.
+// Block 0: whether this launch copies. One thread says of which epoch: beside, it may change.
 template <class Half>
-DEVICE u64 find_out(const Args& a)
+DEVICE u64 find_out(const Args& a, u64* shared)
 {
-    u64 epoch;
-    const bool wanted = Half::begin(a, &epoch) && load_abort(a) == 0 &&
-                        ld_acquire_sys(pulled_word(a, Half::HALF)) < epoch;
+    if (threadIdx.x == 0) *shared = Half::present_epoch(a);
+    __syncthreads();
+    const u64 epoch = *shared;
+    const bool wanted = load_abort(a) == 0 && ld_acquire_sys(pulled_word(a, Half::HALF)) < epoch;
     note_epoch(epoch);
     if (!__syncthreads_and(wanted)) return GO_HOME;
     bool come = true;
@@ -78,7 +79,7 @@ template <class Half>
 DEVICE u64 learn(const Args& a, u64* shared)
 {
     u64* word = local_at<u64>(a, LOC_PULL_GO, pull_number(a, Half::HALF));
-    u64 go = blockIdx.x == 0 ? find_out<Half>(a) : 0;
+    u64 go = blockIdx.x == 0 ? find_out<Half>(a, shared) : 0;
     if (threadIdx.x == 0) {
         if (blockIdx.x == 0) {
             st_release_sys(word, go);

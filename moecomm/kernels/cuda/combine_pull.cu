@@ -6,11 +6,12 @@
 struct Returned {
     static const u32 HALF = HALF_COMBINE, PHASE = PHASE_COMBINE_RECV;
 
-    // Of a step that overflowed nothing comes back.
-    DEVICE static bool begin(const Args& a, u64* epoch)
+    // 0, of which nothing comes, for a step that overflowed.
+    DEVICE static u64 present_epoch(const Args& a)
     {
-        *epoch = ld_relaxed_sys(sent_word(a));
-        return !CAPPED || ld_relaxed_sys(local_at<u64>(a, LOC_OVERFLOWED, a.slot)) != *epoch;
+        const u64 epoch = ld_relaxed_sys(sent_word(a));
+        const bool none = CAPPED && ld_relaxed_sys(local_at<u64>(a, LOC_OVERFLOWED, a.slot)) == epoch;
+        return none ? 0 : epoch;
     }
 
     // One thread: rows acknowledge, too, which spares the next dispatch_send a look at the host.

@@ -7,11 +7,7 @@ struct Dispatched {
     static const u32 HALF = HALF_DISPATCH, PHASE = PHASE_DISPATCH_RECV;
 
     // May run beside dispatch_send, as dispatch_recv.
-    DEVICE static bool begin(const Args& a, u64* epoch)
-    {
-        *epoch = ld_relaxed_sys(read_word(a)) + 1;
-        return true;
-    }
+    DEVICE static u64 present_epoch(const Args& a) { return ld_relaxed_sys(read_word(a)) + 1; }
 
     // One thread: all of a remote rank's records; notes how many.
     DEVICE static bool has_come(const Args& a, u64 source, u64 epoch)
