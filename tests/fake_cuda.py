@@ -58,6 +58,20 @@ class FakeGpu:
     attributes: dict[str, int] = field(default_factory=dict)
 
 
+DEFAULT_STREAMS = (0, 1, 2)  # the current context's
+
+
+class FakeFunction(str):
+    """A kernel's name, with the context that it was loaded in."""
+
+    context: int
+
+    def __new__(cls, name: str, context: int) -> FakeFunction:
+        self = super().__new__(cls, name)
+        self.context = context
+        return self
+
+
 class FakeDriver:
     """``fail``: names of functions that report an invalid value instead of working."""
 
@@ -239,7 +253,7 @@ class FakeDriver:
         return self._ok()
 
     def cuModuleGetFunction(self, module: bytes, name: bytes) -> tuple[Any, ...]:
-        return self._ok(name.decode())
+        return self._ok(FakeFunction(name.decode(), self._contexts[-1]))
 
     def cuFuncSetAttribute(self, function: Any, name: Any, value: int) -> tuple[Any, ...]:
         self.log.append(("attribute", function, name.name, value))
@@ -300,6 +314,12 @@ class FakeDriver:
         shape += (config.blockDimX, config.blockDimY, config.blockDimZ)
         address = ctypes.c_void_p.from_address(pointers).value
         stream = int(config.hStream)
+        # As seen on H200s, 2026-11-30: of another context's only default streams are refused.
+        if stream in DEFAULT_STREAMS and self._contexts[-1:] != [function.context]:
+            errors = self.real.CUresult
+            if self._contexts:
+                return (errors.CUDA_ERROR_INVALID_HANDLE,)
+            return (errors.CUDA_ERROR_INVALID_CONTEXT,)
         self.launches.append((function, shape, config.sharedMemBytes, stream, address))
         self.queued.append((function, stream))
         if config.numAttrs:

@@ -111,7 +111,8 @@ def test_a_launch_takes_the_kernel_of_its_input_and_the_shape_of_its_size(
 ) -> None:
     """Also where nothing of what launches take is kept for long."""
     monkeypatch.setattr("moecomm.kernels.gpu.MAX_READY", 3)
-    monkeypatch.setattr(gpus, "cuModuleGetFunction", lambda module, name: gpus._ok(module))
+    found = gpus.cuModuleGetFunction
+    monkeypatch.setattr(gpus, "cuModuleGetFunction", lambda module, name: found(module, module))
     layout = mc.Layout(dataclasses.replace(CFG, dispatch_dtype="float8_e4m3fn"), 1, 0)
     kernels = GpuKernels(layout, 0)
     codes = input_codes(layout.cfg)
@@ -293,24 +294,32 @@ def test_e06_every_launch_is_on_the_stream_that_was_given(
     run_threads(all_halves, 1)
 
 
-def test_the_callers_device_stays_current_and_the_right_one_is_used(gpus: FakeDriver) -> None:
-    seen = []
-    launch = gpus.cuLaunchKernelEx
-
-    def spy(*args: Any) -> Any:
-        seen.append(int(gpus.cuCtxGetCurrent()[1]))
-        return launch(*args)
-
-    gpus.cuLaunchKernelEx = spy  # type: ignore[method-assign]
-
+@pytest.mark.parametrize("stream", [0, 2, 5])
+def test_the_callers_device_stays_current_and_the_right_one_is_used(
+    gpus: FakeDriver, stream: int
+) -> None:
     def send(comm: mc.MoeComm) -> None:
-        for current in (1000, 1001):
-            gpus.cuCtxSetCurrent(gpus.real.CUcontext(current))
-            comm.dispatch_send(*inputs(index=1), stream=5).close()
+        for current in (1000, 1001, 0):
+            if current:
+                gpus.cuCtxSetCurrent(gpus.real.CUcontext(current))
+            else:
+                gpus.cuCtxPopCurrent()
+            comm.dispatch_send(*inputs(index=1), stream=stream).close()
             assert int(gpus.cuCtxGetCurrent()[1]) == current
 
     in_threads(send, device="cuda:1")
-    assert set(seen) == {1001}
+    assert [launch[0].context for launch in gpus.launches] == [1001] * 9
+
+
+def test_a_launch_that_fails_in_the_right_context_too_is_an_error(
+    gpus: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = (gpus.real.CUresult.CUDA_ERROR_INVALID_HANDLE,)
+    monkeypatch.setattr(gpus, "cuLaunchKernelEx", lambda *_: refused)
+    kernels = GpuKernels(mc.Layout(CFG, 1, 0), 0)
+    with pytest.raises(mc.MoecommError, match="launching release failed: .*INVALID_HANDLE"):
+        kernels.launch("release", ArgBlock(Args()), 0, 0, 0)
+    kernels.close()
 
 
 def waits(gpus: FakeDriver) -> list[tuple[Any, ...]]:

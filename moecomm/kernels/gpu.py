@@ -70,6 +70,11 @@ class GpuKernels:
             self._cu = cu
             self._launch = cu.cuLaunchKernelEx
             self._success = cu.CUresult.CUDA_SUCCESS
+            # Of a default stream, which is the current context's, where that is not this device's.
+            # Asking for the context before each launch would take 0.6 µs more.
+            self._elsewhere = (
+                cu.CUresult.CUDA_ERROR_INVALID_HANDLE, cu.CUresult.CUDA_ERROR_INVALID_CONTEXT
+            )  # fmt: skip
             self._functions = {
                 (stage, code): self._load(stage, code) for stage, code in stage_kernels(layout)
             }
@@ -84,14 +89,17 @@ class GpuKernels:
         *,
         in_order: bool = False,
     ) -> None:
-        """Queue one stage on ``stream``, a CUDA stream handle; the device is current. ``in_order``:
-        on that stream it never starts early."""
+        """Queue one stage on ``stream``, a CUDA stream handle. ``in_order``: on that
+        stream it never starts early."""
         ready = self._ready.get((stage, input_code, num_tokens, stream))
         if ready is None:
             ready = self._make_ready(stage, input_code, num_tokens, stream, in_order)
         config, function = ready
         (status,) = self._launch(config, function, block.pointers, 0)
         if status is not self._success:
+            if status in self._elsewhere:  # nothing was launched
+                with current(self._index):
+                    (status,) = self._launch(config, function, block.pointers, 0)
             check(status, f"launching {stage}")
 
     @property

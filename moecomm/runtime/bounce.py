@@ -100,6 +100,12 @@ class Bounce:
         self, stage: str, block: ArgBlock, num_tokens: int, input_code: int, stream: int
     ) -> None:
         """Queue one half on ``stream``."""
+        with current(self._index):
+            self._queue(stage, block, num_tokens, input_code, stream)
+
+    def _queue(
+        self, stage: str, block: ArgBlock, num_tokens: int, input_code: int, stream: int
+    ) -> None:
         if self._in_line or self._streams.captures(stream):
             for name in in_line(self._layout, stage):
                 code = input_code if name == stage else 0

@@ -100,13 +100,9 @@ class CudaRuntime:
         stream: int,
         stream_object: object = None,
     ) -> None:
-        if self._get_current()[1] == self._context:  # nearly always: no context manager then
-            if stream != self._streams.last:
-                self._streams.enter(stream, stream_object)
-            self._launch(stage, block, num_tokens, input_code, stream)
-            return
-        with current(self._index):
-            self.launch(stage, block, num_tokens, input_code, stream, stream_object)
+        if stream != self._streams.last:
+            self._streams.enter(stream, stream_object)
+        self._launch(stage, block, num_tokens, input_code, stream)
 
     def statuses(self) -> list[Status]:
         return self._statuses
@@ -134,8 +130,6 @@ class CudaRuntime:
     def _load(self) -> bool:
         """What concerns this rank alone."""
         layout, index = self._layout, self._index
-        self._get_current = cuda_driver.driver().cuCtxGetCurrent
-        self._context = cuda_driver.context(index)
         self._kernels = self._make_kernels()
         self._launch: Any = self._kernels.launch
         self._undo.callback(self._kernels.close)

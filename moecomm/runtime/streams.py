@@ -56,18 +56,21 @@ class Streams:
         """
         if handle == self.last:
             return
-        if self.captures(handle):
-            return
-        if self.last is not None:
-            self.join(self.last, handle)
+        with current(self._index):
+            if self.captures(handle):
+                return
+            if self.last is not None:
+                self.join(self.last, handle)
         self.last, self._object = handle, owner
 
     def join(self, earlier: int, later: int) -> None:
         """Let ``later`` wait for what ``earlier`` has now; not where either is being captured."""
         earlier = 0 if earlier == LEGACY else earlier
-        if earlier == later or self.captures(earlier) or self.captures(later):
+        if earlier == later:
             return
         with current(self._index) as cu:
+            if self.captures(earlier) or self.captures(later):
+                return
             call(cu.cuEventRecord, self._event, earlier)
             call(cu.cuStreamWaitEvent, later, self._event, 0)
 
@@ -80,8 +83,8 @@ class Streams:
         self._object = None
 
     def captures(self, handle: int) -> bool:
-        """Whether it is being captured. Also true where the driver cannot say, which is so for
-        stream 0 beside a capture."""
+        """Whether it is being captured; the device is current. Also true where the driver cannot
+        say, which is so for stream 0 beside a capture."""
         status, *found = self._cu.cuStreamIsCapturing(handle)
         none = self._cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
         return int(status) != 0 or found[0] != none
