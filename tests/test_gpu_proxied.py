@@ -117,6 +117,10 @@ def test_nothing_waits_once_a_rank_has_given_up(num_ranks: int) -> None:
         assert waited < 10
 
 
+def test_a_process_ends_while_a_stream_waits(num_ranks: int) -> None:
+    assert run(gpu_bounce.leave, num_ranks, BF16, timeout_s=60) == list(range(num_ranks))
+
+
 def test_opening_and_closing(num_ranks: int) -> None:
     run(gpu_ranks.open_and_close, num_ranks, BF16, 5, None)
 
