@@ -73,12 +73,16 @@ class MoeComm(Communicator):
         remote = runtime.choose_remote(cfg, group, transport, device)
         self.layout = Layout(cfg, group.size, group.rank, remote)
         self._runtime = runtime.open_runtime(self.layout, group, transport, device, sources)
-        self.device = self._runtime.device
-        self._blocks = arguments.blocks(self.layout, self._runtime)
-        self._trouble = self._runtime.statuses()[STATUS_FAILURE]
-        self._intake = Intake(self.layout, self._runtime)
-        self._views = ReceivedViews(self.layout, self._runtime)
-        group.barrier(cfg.timeout_s)
+        try:
+            self.device = self._runtime.device
+            self._blocks = arguments.blocks(self.layout, self._runtime)
+            self._trouble = self._runtime.statuses()[STATUS_FAILURE]
+            self._intake = Intake(self.layout, self._runtime)
+            self._views = ReceivedViews(self.layout, self._runtime)
+            group.barrier(cfg.timeout_s)
+        except BaseException:
+            self._runtime.close()
+            raise
         logger.info("rank %d of %d: ready on %s", group.rank, group.size, self.device)
 
     # ---- the four halves -----------------------------------------------------------------

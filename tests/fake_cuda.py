@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moecomm import cuda_driver
+from moecomm.kernels.args import Args
 
 GRANULARITY = 2 << 20
 ATTRIBUTES = {
@@ -81,12 +82,14 @@ class FakeDriver:
         self.fail = set(fail)
         self.live: Counter[str] = Counter()  # what has been taken and not given back
         self.launches: list[tuple[Any, ...]] = []
-        self.started_early: set[str] = set()  # kernels launched with programmatic serialization
+        # Kernels launched with programmatic serialization, and their streams.
+        self.started_early: set[tuple[str, int]] = set()
         self.log: list[tuple[Any, ...]] = []  # events and waits
         self.queued: list[
             tuple[Any, ...]
         ] = []  # all that has been put on streams: what, stream ...
         self.capturing: set[int] = set()
+        self.home: int | None = None  # where default streams must be meant, if that is looked at
         self._handles: dict[int, tuple[int, int, int]] = {}  # handle → fd, nbytes, GPU
         self._threads = threading.local()
         self._next = 100
@@ -273,11 +276,15 @@ class FakeDriver:
         return self._ok()
 
     def cuEventRecord(self, event: Any, stream: Any) -> tuple[Any, ...]:
+        if self._is_elsewhere(int(stream), self.home):
+            return self._refuse_elsewhere()
         self.log.append(("record", int(stream)))
         self.queued.append(("record", int(stream), event))
         return self._ok()
 
     def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> tuple[Any, ...]:
+        if self._is_elsewhere(int(stream), self.home):
+            return self._refuse_elsewhere()
         self.log.append(("wait", int(stream)))
         self.queued.append(("wait", int(stream), event))
         return self._ok()
@@ -299,10 +306,12 @@ class FakeDriver:
     def cuStreamWaitValue64(
         self, stream: int, address: int, value: int, flags: Any
     ) -> tuple[Any, ...]:
-        self.queued.append(("wait for", int(stream), address, value))
+        self.queued.append(("wait for", int(stream), address, value, flags.name))
         return self._ok()
 
     def cuStreamIsCapturing(self, stream: Any) -> tuple[Any, ...]:
+        if self._is_elsewhere(int(stream), self.home):
+            return self._refuse_elsewhere()
         status = self.real.CUstreamCaptureStatus
         name = "ACTIVE" if int(stream) in self.capturing else "NONE"
         return self._ok(getattr(status, f"CU_STREAM_CAPTURE_STATUS_{name}"))
@@ -314,16 +323,15 @@ class FakeDriver:
         shape += (config.blockDimX, config.blockDimY, config.blockDimZ)
         address = ctypes.c_void_p.from_address(pointers).value
         stream = int(config.hStream)
-        # As seen on H200s, 2026-11-30: of another context's only default streams are refused.
-        if stream in DEFAULT_STREAMS and self._contexts[-1:] != [function.context]:
-            errors = self.real.CUresult
-            if self._contexts:
-                return (errors.CUDA_ERROR_INVALID_HANDLE,)
-            return (errors.CUDA_ERROR_INVALID_CONTEXT,)
+        # As seen on H200s, 2026-11-30, of stream 0 and of others; 1 and 2 are assumed.
+        if self._is_elsewhere(stream, function.context):
+            return self._refuse_elsewhere()
         self.launches.append((function, shape, config.sharedMemBytes, stream, address))
-        self.queued.append((function, stream))
+        bounces = function.endswith(("_push", "_pull"))
+        ticket = (Args.from_address(address).beside,) if bounces else ()
+        self.queued.append((function, stream, *ticket))
         if config.numAttrs:
-            self.started_early.add(function)
+            self.started_early.add((function, stream))
         return self._ok()
 
     # ---- inside ----------------------------------------------------------------------------
@@ -333,6 +341,16 @@ class FakeDriver:
         if not hasattr(self._threads, "contexts"):
             self._threads.contexts = []
         return self._threads.contexts
+
+    def _is_elsewhere(self, stream: int, context: int | None) -> bool:
+        """Whether ``stream`` means one of another context than ``context``."""
+        return stream in DEFAULT_STREAMS and context not in (None, *self._contexts[-1:])
+
+    def _refuse_elsewhere(self) -> tuple[Any, ...]:
+        errors = self.real.CUresult
+        if self._contexts:
+            return (errors.CUDA_ERROR_INVALID_HANDLE,)
+        return (errors.CUDA_ERROR_INVALID_CONTEXT,)
 
     def _ok(self, *values: Any) -> tuple[Any, ...]:
         return (self.real.CUresult.CUDA_SUCCESS, *values)

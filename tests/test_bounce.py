@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,23 +75,27 @@ def named(gpus: FakeDriver, comm: mc.MoeComm) -> list[tuple[Any, ...]]:
     events = {bounce._sent: "sent", **{e: f"pushed {n}" for n, e in enumerate(bounce._pushed)}}
     found = []
     for what, stream, *more in gpus.queued:
-        if more:
-            more[0] = events.get(more[0], more[0] - bounce._landed)
+        if what in ("record", "wait"):
+            more = [events[more[0]]]
+        elif what == "wait for":
+            more[0] -= bounce._landed
         found.append((what, streams[stream], *more))
     gpus.queued.clear()
     return found
 
 
 def sending(stage: str, push: str, pull: str, slot: int, half: int, number: int) -> list[Any]:
+    word = 8 * (2 * slot + half)
     return [
         (stage, "mine"), ("record", "mine", "sent"),
-        ("wait", "out", "sent"), (push, "out"), ("record", "out", f"pushed {slot}"),
-        ("wait for", "into", 8 * (2 * slot + half), number), (pull, "into"),
+        ("wait", "out", "sent"), (push, "out", number), ("record", "out", f"pushed {slot}"),
+        ("wait", "into", "sent"), ("wait for", "into", word, number, "CU_STREAM_WAIT_VALUE_GEQ"),
+        (pull, "into", number),
     ]  # fmt: skip
 
 
 def receiving(pull: str, stage: str, slot: int) -> list[Any]:
-    return [("wait", "mine", f"pushed {slot}"), (pull, "mine"), (stage, "mine")]
+    return [("wait", "mine", f"pushed {slot}"), (pull, "mine", 0), (stage, "mine")]
 
 
 def test_push_and_pull_go_beside_the_callers_stream(gpus: FakeDriver) -> None:
@@ -128,7 +133,10 @@ def test_in_line(gpus: FakeDriver, monkeypatch: pytest.MonkeyPatch, why: str) ->
     def work(comm: mc.MoeComm) -> None:
         gpus.queued.clear()
         exchange(comm)
-        assert named(gpus, comm) == [(stage, "mine") for stage in IN_LINE]
+        assert named(gpus, comm) == [
+            (stage, "mine", 0) if stage.endswith(("push", "pull")) else (stage, "mine")
+            for stage in IN_LINE
+        ]
 
     on_two_nodes(work)
 
@@ -142,7 +150,7 @@ def test_sent_eagerly_and_received_in_a_capture(gpus: FakeDriver) -> None:
         named(gpus, comm)
         gpus.capturing.add(MINE)
         comm.dispatch_recv(handle, stream=MINE)
-        assert named(gpus, comm) == [("dispatch_pull", "mine"), ("dispatch_recv", "mine")]
+        assert named(gpus, comm) == [("dispatch_pull", "mine", 0), ("dispatch_recv", "mine")]
         gpus.capturing.clear()
 
     on_two_nodes(work)
@@ -156,10 +164,60 @@ def test_where_streams_cannot_wait_for_words_only_push_goes_beside(gpus: FakeDri
         gpus.queued.clear()
         send(comm)
         found = named(gpus, comm)
-        assert ("dispatch_push", "out") in found
+        assert ("dispatch_push", "out", 1) in found
         assert {stream for _, stream, *_ in found} == {"mine", "out"}
 
     on_two_nodes(work)
+
+
+def test_what_starts_early_keeps_nobody_from_room(gpus: FakeDriver) -> None:
+    """Not sending stages, which wait for peers; nor push, which those wait for; nor pull beside."""
+    for gpu in gpus.gpus:
+        gpu.attributes["COMPUTE_CAPABILITY_MAJOR"] = 9
+    on_two_nodes(exchange)
+    assert gpus.started_early == {
+        (stage, MINE) for stage in IN_LINE if stage.endswith(("_recv", "_pull"))
+    }
+
+
+def test_another_device_may_be_current(gpus: FakeDriver) -> None:
+    def work(comm: mc.MoeComm) -> None:
+        gpus.cuCtxSetCurrent(gpus.real.CUcontext(1001))
+        gpus.home = 1000
+        gpus.queued.clear()
+        exchange(comm, stream=0)
+        assert [what for what, stream, *_ in gpus.queued if stream == 0] == [
+            "dispatch_send", "record", "wait", "dispatch_pull", "dispatch_recv",
+            "combine_send", "record", "wait", "combine_pull", "combine_recv",
+        ]  # fmt: skip
+        assert int(gpus.cuCtxGetCurrent()[1]) == 1001
+
+    on_two_nodes(work)
+
+
+def test_what_fails_half_made_gives_everything_back(
+    gpus: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = mc.Layout(CFG, 2, 0, Remote(mode="proxied", bounce=True))
+    kernels = GpuKernels(layout, 0)
+    streams = Streams(0)
+    before = dict(gpus.live)
+    for name in ("cuStreamCreateWithPriority", "cuEventCreate"):
+        plain = getattr(gpus, name)
+        for succeed in range(3):
+            left = iter([True] * succeed)
+            monkeypatch.setattr(
+                gpus, name, lambda *a, p=plain, i=left: p(*a) if next(i, False) else gpus._refuse()
+            )
+            if name == "cuEventCreate" or succeed < 2:
+                with pytest.raises(mc.MoecommError):
+                    Bounce(0, layout, kernels, streams, 0)
+        monkeypatch.setattr(gpus, name, plain)
+    assert dict(+gpus.live) == +Counter(before)
+    made = [Bounce(0, layout, kernels, streams, 0) for _ in range(5)]
+    assert [bool(bounce._into) for bounce in made] == [True] * 4 + [False]
+    for bounce in made:
+        bounce.close()
 
 
 @pytest.mark.parametrize(("connections", "most"), [("", 4), ("4", 2), ("1", 0), ("32", 4)])

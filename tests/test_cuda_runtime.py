@@ -101,7 +101,7 @@ def test_sending_halves_start_early_only_where_a_rank_has_a_gpu_of_its_own(
         code = input_codes(CFG)[0] if stage == "dispatch_send" else 0
         kernels.launch(stage, ArgBlock(Args()), 1, code, 0)
     kernels.close()
-    early = {name.removesuffix("_lines") for name in gpus.started_early}
+    early = {name.removesuffix("_lines") for name, _ in gpus.started_early}
     receiving = {"dispatch_recv", "combine_recv"}
     assert early == (receiving if shared else set(STAGES))
 
@@ -299,12 +299,15 @@ def test_the_callers_device_stays_current_and_the_right_one_is_used(
     gpus: FakeDriver, stream: int
 ) -> None:
     def send(comm: mc.MoeComm) -> None:
+        gpus.home = 1001
         for current in (1000, 1001, 0):
             if current:
                 gpus.cuCtxSetCurrent(gpus.real.CUcontext(current))
             else:
                 gpus.cuCtxPopCurrent()
-            comm.dispatch_send(*inputs(index=1), stream=stream).close()
+            gpus.log.clear()
+            comm.dispatch_send(*inputs(index=1), stream=stream).close(stream=9)
+            assert waits(gpus)[-2:] == [("record", stream), ("wait", 9)]
             assert int(gpus.cuCtxGetCurrent()[1]) == current
 
     in_threads(send, device="cuda:1")

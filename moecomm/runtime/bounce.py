@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
+import weakref
 from collections import Counter
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from moecomm import env
-from moecomm.cuda_driver import DriverError, attribute, call, current
+from moecomm.cuda_driver import attribute, call, current
 from moecomm.kernels.args import ArgBlock, Args
 from moecomm.kernels.gpu import GpuKernels
 from moecomm.kernels.stages import PULL, PUSH, in_line
@@ -51,6 +54,10 @@ def _no_more(index: int) -> None:
         _waiting[index] -= 1
 
 
+def _nothing() -> None:
+    """There was none to give back."""
+
+
 class Bounce:
     """Launches a half's kernels for one communicator on GPU ``index``. The device is current.
 
@@ -74,27 +81,33 @@ class Bounce:
         self._blocks: dict[int, ArgBlock] = {}  # slot → arguments of what runs beside
         self._unjoined: set[int] = set()  # slots whose push no receiving half has waited for
         self._in_line = env.flag("BOUNCE_IN_LINE")
-        with current(index) as cu:
+        self._leave: Callable[[], object] = _nothing  # gives back the leave to wait
+        with current(index) as cu, contextlib.ExitStack() as undo:
             self._cu = cu
             self._at_least = cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
             # The default stream waits for none of them, and their few blocks are placed first.
             _, urgent = call(cu.cuCtxGetStreamPriorityRange)
             kind = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
-            self._out = int(call(cu.cuStreamCreateWithPriority, kind, urgent))
-            self._into = 0  # there is none
+
+            def stream() -> int:
+                made = int(call(cu.cuStreamCreateWithPriority, kind, urgent))
+                undo.callback(call, cu.cuStreamDestroy, made)
+                return made
+
+            def event() -> Any:
+                made = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+                undo.callback(call, cu.cuEventDestroy, made)
+                return made
+
+            self._out, self._into = stream(), 0  # 0: there is none
             able = attribute(index, "CAN_USE_64_BIT_STREAM_MEM_OPS") and not self._in_line
             if able and _may_wait(index):
-                try:
-                    self._into = int(call(cu.cuStreamCreateWithPriority, kind, urgent))
-                except DriverError:
-                    _no_more(index)
-                    raise
+                self._leave = weakref.finalize(self, _no_more, index)
+                self._into = stream()
             elif able:
                 logger.info("GPU %d: enough streams wait: bytes come in in line", index)
-            timeless = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
-            self._sent = call(cu.cuEventCreate, timeless)
-            self._pushed = [call(cu.cuEventCreate, timeless) for _ in range(slots)]
-        self._closed = False
+            self._sent, self._pushed = event(), [event() for _ in range(slots)]
+            self._undo = undo.pop_all()
 
     def launch(
         self, stage: str, block: ArgBlock, num_tokens: int, input_code: int, stream: int
@@ -120,16 +133,8 @@ class Bounce:
 
     def close(self) -> None:
         """Nothing runs, or waits, any more. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        with current(self._index) as cu:
-            call(cu.cuStreamDestroy, self._out)
-            if self._into:
-                call(cu.cuStreamDestroy, self._into)
-                _no_more(self._index)
-            for event in (self._sent, *self._pushed):
-                call(cu.cuEventDestroy, event)
+        with current(self._index), self._undo:
+            self._leave()
 
     def _go_beside(self, stage: str, block: ArgBlock, stream: int) -> None:
         cu, slot = self._cu, block.args.slot
@@ -144,7 +149,8 @@ class Bounce:
         call(cu.cuEventRecord, self._pushed[slot], self._out)
         self._unjoined.add(slot)
         if self._into:
-            # Not for the event, too: the mover has the ticket from push.
+            # The event first: until then the mover has no ticket, and cannot let the stream go.
+            call(cu.cuStreamWaitEvent, self._into, self._sent, 0)
             at, number = self._landed + WORD * word, self._numbers[word]
             call(cu.cuStreamWaitValue64, self._into, at, number, self._at_least)
             self._kernels.launch(pull, beside, 0, 0, self._into, in_order=True)

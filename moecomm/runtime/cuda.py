@@ -204,7 +204,8 @@ class CudaRuntime:
         self._mover = start_mover(
             self._layout, self._group, transport, memory.nodes, (flags, bulk), cpus=near or None
         )
-        self._mover.hold(*self._pinned)
+        # What pull may yet touch beside, too: a communicator that nobody closes keeps it.
+        self._mover.hold(*self._pinned, self._image, self.owner)
         self._undo.callback(self._mover.close)
         logger.info(
             "rank %d: bytes for other nodes go through %d MiB of pinned host memory",
