@@ -14,11 +14,15 @@ struct Returned {
         return none ? 0 : epoch;
     }
 
-    // One thread: rows acknowledge, too, which spares the next dispatch_send a look at the host.
+    // One thread: a rank that owes nothing need not combine. In line the number of rows is of this
+    // epoch; beside, it is once the rank has acknowledged that, for it has had our head. Rows
+    // acknowledge, too. That spares the next dispatch_send a look at the host.
     DEVICE static bool has_come(const Args& a, u64 source, u64 epoch)
     {
-        if (!has_arrived(a, source, CHANNEL_ROWS, epoch, PHASE)) return false;
-        st_release_sys(relay_word(a, source, CHANNEL_ROWS), epoch);
+        if (a.beside && !has_arrived(a, source, CHANNEL_ACK, epoch, PHASE)) return false;
+        const bool owes = ld(return_count(a, source)) > 0;
+        if (owes && !has_arrived(a, source, CHANNEL_ROWS, epoch, PHASE)) return false;
+        if (owes || a.beside) st_release_sys(relay_word(a, source, CHANNEL_ROWS), epoch);
         return true;
     }
 
@@ -41,7 +45,6 @@ struct Returned {
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_pull(Args a)
 {
-    let_next_kernel_start();
     DYNAMIC_SHARED(u64, words);
     pull<Returned>(a, words);
     wait_for_earlier_kernels();  // whoever waits for this kernel also waits for those before it

@@ -60,7 +60,7 @@ def _take(state, imm):
         _raise_arrived(state, slot, source, CHANNEL_ACK, epoch)
     elif kind == LEAVE:
         st64(ld64(state + P.LEFT) + source * 8, 1)
-    if kind <= ROWS:
+    if kind <= ACK:
         note_arrival(state, slot, source, kind, epoch)
     # ABORT: the word itself has been written to abort_in. PING: its completion is all it is for.
 

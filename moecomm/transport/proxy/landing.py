@@ -35,7 +35,8 @@ def _records_here(state, slot, source, epoch):
 
 @inner
 def note_arrival(state, slot, source, kind, epoch):
-    """Something of this kind has come. All of a half is there with its last remote rank's part."""
+    """Something of this kind has come. All of a half is there with its last remote rank's part; one
+    that owes no rows may send an acknowledgement alone."""
     half = _DISPATCH if kind <= RECORDS else _COMBINE
     sent = pair_at(state, slot, source) + P.PAIR_SENT + half * 8
     if ld64(sent) >= epoch:
