@@ -22,7 +22,7 @@ def push(world: Any, simulation: Simulation, number: int) -> None:
     for n, stage, args in _asked(world, simulation, number):
         run = world.runtimes[rank]
         if n == 1:
-            _own(simulation, number, run, "push_parts", 0, 4)
+            _own(simulation, number, run, "push_parts", 4, 8)
         run._kernels.launch(PUSH[stage], args, 0, 0)
         store.set(f"pushed {rank} {n}", b"done")
 

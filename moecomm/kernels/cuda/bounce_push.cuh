@@ -28,7 +28,7 @@ DEVICE void push_done(const Args& a, u32 door, u32 half, u64 epoch)
 {
     __syncthreads();  // every thread's part comes before the door
     if (threadIdx.x > 0) return;
-    u32* done = local_at<u32>(a, LOC_PUSH_PARTS, a.slot * 4 + door);
+    u32* done = local_at<u32>(a, LOC_PUSH_PARTS, (a.slot * 4 + door) * 2 + (a.beside != 0));
     if (atomic_inc_acq_rel_gpu(done, gridDim.x - 1) != gridDim.x - 1) return;
     if (half < 2) st(pushed_word(a, half), epoch);
     st_release_sys(door_word(a, door), epoch);
