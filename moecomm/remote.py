@@ -174,10 +174,11 @@ class RemoteAreas:
         arena.add("rung", slots * DOOR_WORDS * WORD)
         arena.add("plan", pairs * PLAN_WORDS * WORD)
         arena.add("pushed", slots * HALVES * WORD)
-        arena.add("push_parts", slots * PUSHED_DOORS * 4)
+        arena.add("push_parts", slots * PUSHED_DOORS * 2 * 4)
         arena.add("pulled", slots * HALVES * WORD)
         arena.add("pull_claim", slots * HALVES * WORD)
         arena.add("pull_go", slots * HALVES * 2 * WORD)
+        arena.add("pull_here", slots * HALVES * WORD)
         arena.add("pull_parts", slots * HALVES * 2 * 4)
         arena.add("pull_count", pairs * 2 * 4, poison=True)
         arena.add("return_count", pairs * 4, poison=True)
@@ -216,7 +217,7 @@ class RemoteAreas:
 LOCAL_NAMES: Final = (
     "relay", "relay_claim", "remote_base", "packed", "return_row", "return_base", "row_base",
     "staged_first", "rung", "plan", "pushed", "push_parts", "pulled", "pull_claim", "pull_go",
-    "pull_parts", "pull_count", "return_count",
+    "pull_here", "pull_parts", "pull_count", "return_count",
 )  # fmt: skip
 # The same names where every peer is reachable: device code mentions them, and never uses them.
 NO_REMOTE: Final = {

@@ -8,6 +8,8 @@
 // that overwrites has been read by then, or peers would not have sent it.
 //
 // Block 0 waits, and tells the others by `pull_go`. The two have words of their own for that.
+// Multiprocessors may be full of stages that wait for `pulled`. The stage behind a pull starts only
+// when that knows what it does; and beside, nothing is claimed before all blocks are there to copy it.
 #pragma once
 #include "bounce.cuh"
 
@@ -41,11 +43,37 @@ DEVICE bool is_copied(const Args& a, u32 half, u64 claimed, u64 epoch, u32 phase
     return wait_for(a, word, FlagReached{claimed}, claimed, epoch, from_rank(phase, (u32)a.rank), &last);
 }
 
+DEVICE u64* claim_word(const Args& a, u32 half)
+{
+    return local_at<u64>(a, LOC_PULL_CLAIM, half_number(a, half));
+}
+
+// Beside: how many of this launch's other blocks have begun. Block 0 waits for them, and holds up
+// nobody, for the pull in line may claim meanwhile. False: it has, or it is no use any more.
+DEVICE u64* here_word(const Args& a, u32 half)
+{
+    return local_at<u64>(a, LOC_PULL_HERE, half_number(a, half));
+}
+
+DEVICE bool all_here(const Args& a, u32 half, u64 epoch)
+{
+    const u64* here = here_word(a, half);
+    note_wait(here, gridDim.x - 1);
+    const u64 start = global_timer_ns();
+    for (u32 spins = 1; ld_relaxed_sys(here) < gridDim.x - 1; ++spins) {
+        const bool look = poll_pause(spins);
+        if (ld_relaxed_sys(claim_word(a, half)) >= epoch) return false;
+        if (look && (hear_abort(a) != 0 || global_timer_ns() - start > a.timeout_ns)) return false;
+    }
+    return true;
+}
+
 // One thread: claims an epoch that has come, one after the other: of a handle that was closed with its
 // rows on the way, the pull beside may still copy when the slot's next rows are there.
 DEVICE bool take(const Args& a, u32 half, u64 epoch, u32 phase)
 {
-    u64* claim = local_at<u64>(a, LOC_PULL_CLAIM, half_number(a, half));
+    u64* claim = claim_word(a, half);
+    if (a.beside && !all_here(a, half, epoch)) return false;
     for (;;) {
         const u64 before = ld_relaxed_sys(claim);
         if (!is_copied(a, half, min(before, epoch), epoch, phase) || before >= epoch) return false;
@@ -79,6 +107,7 @@ template <class Half>
 DEVICE u64 learn(const Args& a, u64* shared)
 {
     u64* word = local_at<u64>(a, LOC_PULL_GO, pull_number(a, Half::HALF));
+    if (a.beside && blockIdx.x > 0 && threadIdx.x == 0) atomicAdd(here_word(a, Half::HALF), 1ull);
     u64 go = blockIdx.x == 0 ? find_out<Half>(a, shared) : 0;
     if (threadIdx.x == 0) {
         if (blockIdx.x == 0) {
@@ -98,6 +127,7 @@ template <class Half>
 DEVICE void pull(const Args& a, u64* shared)
 {
     const u64 go = learn<Half>(a, shared);
+    let_next_kernel_start();
     if (go >= GO_COPY) {
         note_epoch(go - GO_COPY);
         Half::copy(a, reinterpret_cast<u32*>(shared + 1));
@@ -107,5 +137,6 @@ DEVICE void pull(const Args& a, u64* shared)
     u32* done = local_at<u32>(a, LOC_PULL_PARTS, pull_number(a, Half::HALF));
     if (atomic_inc_acq_rel_gpu(done, gridDim.x - 1) != gridDim.x - 1) return;
     st(local_at<u64>(a, LOC_PULL_GO, pull_number(a, Half::HALF)), 0ull);
+    if (a.beside) st(here_word(a, Half::HALF), 0ull);
     if (go >= GO_COPY) st_release_sys(pulled_word(a, Half::HALF), go - GO_COPY);
 }

@@ -37,7 +37,6 @@ struct Dispatched {
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_pull(Args a)
 {
-    let_next_kernel_start();
     DYNAMIC_SHARED(u64, words);
     pull<Dispatched>(a, words);
     wait_for_earlier_kernels();  // whoever waits for this kernel also waits for those before it
