@@ -267,3 +267,18 @@ def test_closing_frees_streams_before_it_waits_for_them(gpus: FakeDriver) -> Non
     assert seen[0] == [FREE] * 4
     gc.collect()
     assert not +gpus.live, gpus.live
+
+
+def test_streams_are_freed_when_the_process_ends(gpus: FakeDriver) -> None:
+    def work(comm: mc.MoeComm) -> None:
+        send(comm)
+        landed = comm._runtime._launch.__self__._landed
+        words = (ctypes.c_int64 * 4).from_address(landed)
+        wake = comm._runtime._wake
+        assert wake.alive
+        assert wake.atexit
+        assert list(words) == [0] * 4
+        wake()  # as the interpreter does then
+        assert list(words) == [FREE] * 4
+
+    on_two_nodes(work)

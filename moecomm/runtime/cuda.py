@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import struct
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ class CudaRuntime:
     remote_bulk = 0
     network_bulk = 0
     _mover: Mover | None = None
+    _wake: Callable[[], object] | None = None
     _image: gpu_pages.GpuPages | None = None
     stream: Callable[[Any, Kind], int]  # Streams.find, without a call between
 
@@ -121,8 +123,8 @@ class CudaRuntime:
         if self._closed:
             return
         self._closed = True
-        if self._mover is not None:
-            self._mover.wake_streams()
+        if self._wake is not None:
+            self._wake()
         with self._undo:
             cuda_driver.synchronize(self._index)
         self.owner = self._image = None
@@ -207,6 +209,8 @@ class CudaRuntime:
         # What pull may yet touch beside, too: a communicator that nobody closes keeps it.
         self._mover.hold(*self._pinned, self._image, self.owner)
         self._undo.callback(self._mover.close)
+        # Also where nobody closes this, and when the process ends: the driver may wait for streams.
+        self._wake = weakref.finalize(self, self._mover.wake_streams)
         logger.info(
             "rank %d: bytes for other nodes go through %d MiB of pinned host memory",
             self._group.rank,
