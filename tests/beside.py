@@ -35,6 +35,9 @@ def pull(world: Any, simulation: Simulation, number: int) -> None:
         run = world.runtimes[rank]
         if n == 1:
             _own(simulation, number, run, "pull_parts", 4, 8)
+            here = run._layout.local["pull_here"]
+            at = run.local + here.offset
+            simulation.register(number, at, here.nbytes, "input", here.name)
         store.get(f"pushed {rank} {n}", 1e6)
         word = args.slot * HALVES + (stage == "combine_send")
         uses[word] += 1
