@@ -192,6 +192,15 @@ def test_a_stream_waits_for_a_second_at_most() -> None:
     assert _landed(world, 0) == [7, 0, 0, 3]
 
 
+def test_who_owes_no_rows_wakes_by_an_acknowledgement() -> None:
+    world = World(3, 0)
+    _ask(world, 0, 1, 7, 1)
+    for peer, kind, landed in ((1, Kind.ROWS, 0), (2, Kind.ACK, 7)):
+        world.engines[0].inbox.append(kind << 29 | peer << 13 | 1)
+        world.turn(0)
+        assert _landed(world, 0) == [0, landed, 0, 0]
+
+
 @pytest.mark.parametrize("how", ["abort_out", "abort_in", "fault", "asked"])
 def test_no_stream_waits_once_it_is_over(how: str) -> None:
     """Whatever is stored there, or asked for, meanwhile."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exchange import Case, make_case, run_case
+from exchange import Case, finish, make_case, run_case, send
 from hypothesis import given, note
 from hypothesis import strategies as st
 from problems import Problem, examples, problems
@@ -158,6 +158,32 @@ def test_many_steps_without_tokens_here_and_there(monkeypatch: Any, mode: Any) -
     pretend(monkeypatch, world)
     for seed in range(4):
         simulate_remote(world, _run, cases * 2, seed=seed)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_who_owes_nothing_may_close(monkeypatch: Any, mode: Any, last: bool) -> None:
+    """Rank 1 gets nothing, and closes its handles, also when the others have all their rows."""
+    world = World(served(mode, private_records=3), [0, 1, 2])
+    idxs = [np.full((4, 3), 0), np.full((6, 3), 6), np.empty((0, 3))]
+    idxs = [idx.astype(np.int32) for idx in idxs]
+    cases = [make_case(BUSY, 3, step, idxs=idxs) for step in range(3)]
+    pretend(monkeypatch, world)
+    for seed in range(4):
+        simulate_remote(world, _close_on_rank_1, cases, last, seed=seed)
+
+
+def _close_on_rank_1(group: mc.Group, cases: list[Case], last: bool) -> None:
+    with mc.MoeComm(cases[0].cfg, group) as comm:
+        for case in cases:
+            recv = comm.dispatch_recv(send(comm, case))
+            if group.rank != 1:
+                finish(comm, case, recv)
+            if last:
+                group.barrier(60)
+            if group.rank == 1:
+                recv.handle.close()
+        group.barrier(60)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -80,6 +80,30 @@ BOUNCE = {
     "private-records-pushed-with-the-others": Mutation(
         "dispatch_push.cu", "push_records(a, s, 0, (u32)PRIVATE_RECORDS);", ""
     ),
+    "pushed-again": Mutation(
+        "dispatch_push.cu",
+        "    if (epoch == ld(pushed_word(a, HALF_DISPATCH))) return;\n",
+        "",
+        setting="beside",
+    ),
+    "rows-pushed-again": Mutation(
+        "combine_push.cu",
+        "    if (epoch == ld(pushed_word(a, HALF_COMBINE))) return;\n",
+        "",
+        setting="beside",
+    ),
+    "a-ticket-of-another-epoch": Mutation(
+        "bounce_push.cuh",
+        "const u64 low = epoch &",
+        "const u64 low = (epoch + 1) &",
+        setting="beside",
+    ),
+    "a-ticket-of-the-other-half": Mutation(
+        "combine_push.cu",
+        "push_ticket(a, HALF_COMBINE, epoch);",
+        "push_ticket(a, HALF_DISPATCH, epoch);",
+        setting="beside",
+    ),
     "plan-of-rows-not-pushed": Mutation(
         "combine_push.cu", "push_plan(a, PLAN_ROW_FIRST, PLAN_ROW_BASE + 1);", ";", setting="busy"
     ),
