@@ -12,8 +12,8 @@ from typing import Any
 
 from moecomm.emulator.simulation import Simulation
 from moecomm.kernels.stages import PULL, PUSH
-from moecomm.remote import HALVES, WORD
-from moecomm.remote_words import TICKET_BITS, RemoteWords
+from moecomm.remote import DOOR_WORDS, HALVES, WORD
+from moecomm.remote_words import TICKET_BITS, Door, RemoteWords
 
 TURNS = 10_000  # of a pull that finds nothing
 
@@ -21,20 +21,19 @@ TURNS = 10_000  # of a pull that finds nothing
 def push(world: Any, simulation: Simulation, number: int) -> None:
     """What each sending half asks for."""
     rank, store = number % len(world.nodes), simulation.store(number)
-    uses: Counter[tuple[int, int]] = Counter()  # of each half of each slot: its epoch
     for n, stage, args in _asked(world, simulation, number):
         run = world.runtimes[rank]
         words = RemoteWords(run._layout.areas, rank)
         if n == 1:
             _own(simulation, number, run, "push_parts", 4, 8)
-        half = int(stage == "combine_send")
-        uses[args.slot, half] += 1
+        half, door = (1, Door.ROWS) if stage == "combine_send" else (0, Door.HEAD)
         for _ in range(2 if world.beside == "together" else 1):  # the second finds nothing to do
             run._kernels.launch(PUSH[stage], args, 0, 0)
         ticket = run.remote_flags + WORD * words.ticket(args.slot, half)
         found = ctypes.c_uint64.from_address(ticket).value
         if world.beside == "together":
-            assert found == n << TICKET_BITS | uses[args.slot, half]
+            rung = run.read_words("rung")[args.slot * DOOR_WORDS + door]
+            assert found == n << TICKET_BITS | int(rung)
         store.set(f"pushed {rank} {n}", b"done")
 
 
