@@ -14,6 +14,7 @@ from moecomm.kernels.geometry import (
     Grain,
     gpu_block,
     gpu_grain,
+    is_bounce,
 )
 from moecomm.layout import Layout
 from moecomm.remote import Remote
@@ -65,11 +66,13 @@ def stage_kernels(layout: Layout) -> list[tuple[str, int]]:
 def dtype_defines(layout: Layout, stage: str, input_code: int) -> dict[str, int]:
     """Element types of one stage; those it does not use are fixed, so that it compiles once."""
     cfg = layout.cfg
-    moves = stage not in BOUNCE_STAGES  # they copy bytes, of whatever type
-    wire = coding.wire_code(cfg) if stage.startswith("dispatch") and moves else dtypes.BF16
-    combine = (
-        dtypes.code(cfg.combine_dtype) if stage.startswith("combine") and moves else dtypes.BF16
-    )
+    wire = combine = dtypes.BF16
+    if is_bounce(stage):
+        pass  # copies bytes, of whatever type
+    elif stage.startswith("dispatch"):
+        wire = coding.wire_code(cfg)
+    elif stage.startswith("combine"):
+        combine = dtypes.code(cfg.combine_dtype)
     return {
         "SMEM_STRUCT_BYTES": SMEM_STRUCT_BYTES,
         "INPUT_DTYPE": input_code if stage == "dispatch_send" else dtypes.BF16,

@@ -59,7 +59,7 @@ def _nothing() -> None:
 
 
 class Bounce:
-    """Launches a half's kernels for one communicator on GPU ``index``. The device is current.
+    """Launches a half's kernels for one communicator on GPU ``index``.
 
     A sending half is followed by push on a stream of its own, and, on another, by pull, which there
     waits without any multiprocessor until the mover says that all has come; few communicators of a
@@ -119,6 +119,7 @@ class Bounce:
     def _queue(
         self, stage: str, block: ArgBlock, num_tokens: int, input_code: int, stream: int
     ) -> None:
+        """The device is current."""
         if self._in_line or self._streams.captures(stream):
             for name in in_line(self._layout, stage):
                 code = input_code if name == stage else 0

@@ -67,9 +67,8 @@ def _tell(state, slot, half, now):
     number = ticket >> TICKET_BITS
     if number <= ld64(word):
         return
-    ahead = (
-        ticket - ld64(record + P.HALF_DONE)
-    ) & _TICKET_LOW  # epochs, of which there are low bits
+    # Of both epochs the low bits are compared.
+    ahead = (ticket - ld64(record + P.HALF_DONE)) & _TICKET_LOW
     late = now - ld64(record + P.HALF_SINCE) > ld64(state + P.PATIENCE_NS)
     if ahead == 0 or ahead >= _TICKET_MIDDLE or late:
         st64_release(word, number)
