@@ -77,6 +77,19 @@ def test_everything_is_taken_at_construction_and_given_back(gpus: FakeDriver) ->
     assert not gpus.launches
 
 
+def test_a_constructor_that_fails_behind_the_runtime_gives_all_back(
+    gpus: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no views today")
+
+    monkeypatch.setattr("moecomm.comm.ReceivedViews", broken)
+    with pytest.raises(RuntimeError, match="no views today"):
+        in_threads(lambda comm: None)
+    gc.collect()
+    assert not +gpus.live, gpus.live
+
+
 def test_kernels_may_use_more_shared_memory_than_the_default(
     gpus: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
