@@ -33,7 +33,7 @@ class World:
         self.remote = remote
         self.beside = beside
         self.nodes = nodes
-        self.stop = (ctypes.c_uint64 * 1)()
+        self.stop = (ctypes.c_uint64 * 2)()
         self.running = len(nodes)
         self.runtimes: dict[int, RemoteRuntime] = {}
         self.memory: list[Any] = []
@@ -120,7 +120,8 @@ def simulate_remote(
     """``fn(group, *args)`` on every rank; with ``proxied``, a mover beside each."""
     num_ranks = len(world.nodes)
     proxied = world.remote.mode == "proxied"
-    world.stop[0], world.running = 0, num_ranks
+    world.stop[:] = 0, 0
+    world.running = num_ranks
     world.runtimes.clear()
     world.asked.clear()
     threads = num_ranks * (1 + proxied + 2 * (world.beside != ""))
@@ -143,7 +144,9 @@ def simulate_remote(
             if world.running == 0:
                 world.stop[0] = 1
 
-    return simulation.run(call)[:num_ranks]
+    found = simulation.run(call)[:num_ranks]
+    assert world.stop[1] == 0, f"epoch {world.stop[1]}: a door came when peers could have answered"
+    return found
 
 
 def move(world: World, simulation: Simulation, rank: int) -> None:
@@ -174,4 +177,5 @@ def words(world: World, rank: int) -> bytes:
     pad = [0] * (16 - num_ranks)
     flags, bulk = [r.remote_flags for r in runs], [r.network_bulk for r in runs]
     values = [rank, ctypes.addressof(world.stop), remote, *flags, *pad, *bulk, *pad]
+    values.append(world.remote.bounce)
     return struct.pack(f"{len(values)}Q", *values)

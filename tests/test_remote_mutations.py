@@ -67,7 +67,7 @@ BOUNCE = {
         "bounce_push.cuh", "__syncthreads();  // every thread's part comes before the door", ""
     ),
     "door-rung-by-the-first-block": Mutation(
-        "bounce_push.cuh", "!= gridDim.x - 1) return;", "> gridDim.x) return;"
+        "bounce_push.cuh", ") == gridDim.x - 1;", ") < gridDim.x;"
     ),
     "pushed-parts-counted-without-order": Mutation(
         "bounce_push.cuh",
@@ -76,6 +76,11 @@ BOUNCE = {
     ),
     "pushed-door-not-released": Mutation(
         "bounce_push.cuh", "st_release_sys(door_word(a, door)", "st_relaxed_sys(door_word(a, door)"
+    ),
+    "a-door-without-records-behind-it-comes-late": Mutation(
+        "dispatch_push.cu",
+        "        if (!s.more) push_ring(a, DOOR_RECORDS, epoch);\n        push_ring(a, DOOR_HEAD, epoch);",
+        "        push_ring(a, DOOR_HEAD, epoch);\n        if (!s.more) push_ring(a, DOOR_RECORDS, epoch);",
     ),
     "private-records-pushed-with-the-others": Mutation(
         "dispatch_push.cu", "push_records(a, s, 0, (u32)PRIVATE_RECORDS);", ""

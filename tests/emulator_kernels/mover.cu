@@ -24,10 +24,11 @@ enum { CHANNEL_HEAD, CHANNEL_ACK, CHANNEL_PRIVATE, CHANNEL_RECORDS, CHANNEL_ROWS
 
 struct Args {
     u64 rank;       // whose mover
-    u64 stop;       // u64: not 0 when all is over
+    u64 stop;       // u64[2]: not 0 when all is over; an epoch one of whose doors came too late
     u64 remote;     // bit r: rank r is remote
     u64 flags[16];  // of each rank
     u64 bulk[16];
+    u64 bounce;  // whether the doors are rung by push
 };
 
 struct Post {
@@ -49,6 +50,19 @@ struct Post {
         for (u64 i = 0; i < bytes; i += 16)
             st_v4((void*)(a.bulk[peer] + BULK(in) + to + i),
                   ld_v4((const void*)(a.bulk[a.rank] + BULK(out) + from + i)));
+    }
+
+    // With the head a peer can answer; with its records. Then the next epoch may ring, so no door
+    // of this one may be left that no peer's answer waits for.
+    void all_that_matters_is_rung() const
+    {
+        u64 most = 0;
+        for (u64 r = 0; r < NUM_RANKS; ++r)
+            if (a.remote >> r & 1) most = max(most, ld(mine(3, (slot * NUM_RANKS + r) * PLAN_WORDS + 1)));
+        for (u32 door = PRIVATE_RECORDS; door <= RECORDS; ++door)
+            if (most <= (door == RECORDS ? PRIVATE : 0) &&
+                ld_acquire_sys(mine(2, slot * DOOR_WORDS + door)) < epoch)
+                st((u64*)a.stop + 1, epoch);
     }
 
     void head() const
@@ -109,6 +123,7 @@ extern "C" __global__ void mover(Args a)
         u32 which;
         if (!rung(post, HEAD, HEAD, &which, &told)) return;
         const u64 first = post.plan(0), n = post.plan(1);
+        if (a.bounce) post.all_that_matters_is_rung();
         const u64 some = n < PRIVATE ? n : PRIVATE;
         const bool late = (epoch + a.rank + blockIdx.x) % 2;  // the head comes last
         if (!late) post.head();

@@ -22,17 +22,17 @@ DEVICE void push_ticket(const Args& a, u32 half, u64 epoch)
     st_release_sys(door_word(a, DOOR_TICKET + half), a.beside << TICKET_BITS | low);
 }
 
-// Whole block, `half` other than 2: this is the door that comes first. Its part is copied; the last
-// block's rings.
-DEVICE void push_done(const Args& a, u32 door, u32 half, u64 epoch)
+// Whole block: its part of what this door speaks of is copied. True for one thread of the grid: so is
+// everybody's, and it is the one that rings.
+DEVICE bool push_over(const Args& a, u32 door)
 {
     __syncthreads();  // every thread's part comes before the door
-    if (threadIdx.x > 0) return;
+    if (threadIdx.x > 0) return false;
     u32* done = local_at<u32>(a, LOC_PUSH_PARTS, (a.slot * 4 + door) * 2 + (a.beside != 0));
-    if (atomic_inc_acq_rel_gpu(done, gridDim.x - 1) != gridDim.x - 1) return;
-    if (half < 2) st(pushed_word(a, half), epoch);
-    st_release_sys(door_word(a, door), epoch);
+    return atomic_inc_acq_rel_gpu(done, gridDim.x - 1) == gridDim.x - 1;
 }
+
+DEVICE void push_ring(const Args& a, u32 door, u64 epoch) { st_release_sys(door_word(a, door), epoch); }
 
 // One block: fields [first, last) of the plan, for the mover.
 DEVICE void push_plan(const Args& a, u32 first, u32 last)

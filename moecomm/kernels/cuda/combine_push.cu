@@ -17,5 +17,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) combine_p
     Copier copier;
     const u64 rows = ld(staged_first(a) + NUM_GROUPS), source = staged_row(a, 0);
     copier.span(at_network(a, source), source, rows * COMBINE_STRIDE);
-    push_done(a, DOOR_ROWS, HALF_COMBINE, epoch);
+    if (!push_over(a, DOOR_ROWS)) return;
+    st(pushed_word(a, HALF_COMBINE), epoch);
+    push_ring(a, DOOR_ROWS, epoch);
 }

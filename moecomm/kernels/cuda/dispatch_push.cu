@@ -1,7 +1,8 @@
 // dispatch_push: a bounce: heads and staged records  →  where the network reads them.
 //
 // Block 0 takes heads and plan; then all blocks the private records, then the others, each rung as
-// soon as it is over.
+// soon as it is over. A door behind which there is nothing for anybody is rung before the heads': peers
+// answer without it, and if it came late, the next epoch's push, in a capture, might already have rung.
 //
 // Reads: own out_head, out_record, plan, rung.  Writes: the same areas for the network, plan, doors.
 #include "bounce_push.cuh"
@@ -9,16 +10,21 @@
 struct Staged {  // in shared memory; 0 for ranks that are not remote
     u32* first;  // [NUM_RANKS]
     u32* count;
+    bool any, more;  // some rank has records; has more than are private
 };
 
 DEVICE Staged load_staged(const Args& a, u32* words)
 {
-    const Staged s = {words, words + NUM_RANKS};
+    Staged s = {words, words + NUM_RANKS, false, false};
+    u32 most = 0;  // that this thread sees
     for (u32 r = threadIdx.x; r < NUM_RANKS; r += blockDim.x) {
         const bool remote = is_remote(a, r);
         s.first[r] = remote ? (u32)ld(plan_word(a, r, PLAN_RECORD_FIRST)) : 0;
         s.count[r] = remote ? (u32)ld(plan_word(a, r, PLAN_RECORD_COUNT)) : 0;
+        most = max(most, s.count[r]);
     }
+    s.any = __syncthreads_or(most > 0);
+    s.more = __syncthreads_or(most > PRIVATE_RECORDS);
     return s;
 }
 
@@ -59,11 +65,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS) dispatch_
         push_plan(a, PLAN_RECORD_FIRST, PLAN_RECORD_COUNT + 1);
         push_heads(a);
     }
-    push_done(a, DOOR_HEAD, HALF_DISPATCH, epoch);
-    if (!some) return;
+    if (push_over(a, DOOR_HEAD)) {
+        st(pushed_word(a, HALF_DISPATCH), epoch);
+        if (!s.any) push_ring(a, DOOR_PRIVATE, epoch);
+        if (!s.more) push_ring(a, DOOR_RECORDS, epoch);
+        push_ring(a, DOOR_HEAD, epoch);
+    }
+    if (!some || !s.any) return;
     push_records(a, s, 0, (u32)PRIVATE_RECORDS);
-    push_done(a, DOOR_PRIVATE, 2, epoch);
-    if (!all) return;
+    if (push_over(a, DOOR_PRIVATE)) push_ring(a, DOOR_PRIVATE, epoch);
+    if (!all || !s.more) return;
     push_records(a, s, (u32)PRIVATE_RECORDS, 0xffffffffu);
-    push_done(a, DOOR_RECORDS, 2, epoch);
+    if (push_over(a, DOOR_RECORDS)) push_ring(a, DOOR_RECORDS, epoch);
 }
