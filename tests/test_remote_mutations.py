@@ -79,8 +79,8 @@ BOUNCE = {
     ),
     "a-door-without-records-behind-it-comes-late": Mutation(
         "dispatch_push.cu",
-        "        if (!s.more) push_ring(a, DOOR_RECORDS, epoch);\n        push_ring(a, DOOR_HEAD, epoch);",
-        "        push_ring(a, DOOR_HEAD, epoch);\n        if (!s.more) push_ring(a, DOOR_RECORDS, epoch);",
+        "if (!s.more) push_ring(a, DOOR_RECORDS, epoch);\n        push_ring(a, DOOR_HEAD, epoch);",
+        "push_ring(a, DOOR_HEAD, epoch);\n        if (!s.more) push_ring(a, DOOR_RECORDS, epoch);",
     ),
     "private-records-pushed-with-the-others": Mutation(
         "dispatch_push.cu", "push_records(a, s, 0, (u32)PRIVATE_RECORDS);", ""
