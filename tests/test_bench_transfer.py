@@ -10,7 +10,7 @@ from engines import options
 
 from moecomm.bench.transfer import TransferOptions, run_transfer_bench
 from moecomm.bench.transfer_sides import Sides
-from moecomm.errors import TransportError
+from moecomm.errors import ConfigError, TransportError
 from moecomm.group import Group
 from moecomm.run import run
 from moecomm.store_local import LocalStore
@@ -85,10 +85,15 @@ def test_waits_of_both_sides_end_and_say_what_for(engine: TransferEngine) -> Non
 
 def test_every_figure_is_measured() -> None:
     small = TransferOptions(
-        fabrics=("shm",), repeats=2, posts=800, peers=3, spin=0, timeout_s=120.0
+        fabrics=("shm",), repeats=2, posts=800, peers=3, ranks=2, tokens=8, spin=0, timeout_s=120.0
     )
     results = run_transfer_bench(small)["results"]
-    assert len({record["what"] for record in results}) == len(results) == 6
+    assert len({record["what"] for record in results}) == len(results) == 8
     for record in results:
         assert record["c"] > 0
-        assert record["engine"] > 0
+        assert record["engine" if record["kind"] == "transfer" else "mover"] > 0
+
+
+def test_parts_that_are_none() -> None:
+    with pytest.raises(ConfigError, match=r"parts: 'all' must be one of engine, bulk"):
+        TransferOptions(parts=("all",))

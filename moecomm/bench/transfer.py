@@ -1,4 +1,5 @@
-"""What the transfer engine costs beside C: the same calls, on the same endpoints."""
+"""What the transfer engine costs beside C: the same calls, on the same endpoints; and what movers
+take beside C that moves the same bytes."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from moecomm.bench.environment import environment
+from moecomm.bench.transfer_bulk import movers
 from moecomm.bench.transfer_sides import Sides
-from moecomm.errors import TransportError
+from moecomm.errors import ConfigError, TransportError
 from moecomm.group import Group
 from moecomm.run import run
 from moecomm.store_local import LocalStore
@@ -23,6 +25,7 @@ from moecomm.transport.efa import open_engine
 from moecomm.transport.engine import EngineOptions, TransferEngine
 
 Record = dict[str, Any]
+PARTS: Final = ("engine", "bulk")
 _BYTES: Final = 1 << 20
 _WINDOW: Final = 64  # writes in flight
 
@@ -36,6 +39,8 @@ class TransferOptions:
         repeats: of each side, in turn; the best of each counts, the median is shown, too.
         posts: writes of 64 bytes in one repeat; the other figures take a part of it.
         peers: of the scatter.
+        ranks, tokens: of the movers' exchange: processes, and tokens of each.
+        parts: of the measurement: ``"engine"``, ``"bulk"``.
         spin: idle polls of either side before it gives up the processor; few where cores are
             shared.
         timeout_s: for everything.
@@ -45,17 +50,29 @@ class TransferOptions:
     repeats: int = 9
     posts: int = 40_000
     peers: int = 15
+    ranks: int = 4
+    tokens: int = 128
+    parts: tuple[str, ...] = PARTS
     spin: int = 2000
     timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            if part not in PARTS:
+                raise ConfigError(f"parts: {part!r} must be one of {', '.join(PARTS)}")
 
 
 def run_transfer_bench(options: TransferOptions) -> dict[str, Any]:
     """``{"environment": {...}, "results": [{...}, ...]}``, plain values."""
     results: list[Record] = []
-    for fabric in options.fabrics:
+    for fabric in options.fabrics if "engine" in options.parts else ():
         results += posting(fabric, options)
         results += run(pair, 2, fabric, options, timeout_s=options.timeout_s)[0]
         results.append(scatter(fabric, options))
+    for fabric in options.fabrics if "bulk" in options.parts else ():
+        results += movers(
+            fabric, options.ranks, options.tokens, 4 * options.repeats, options.timeout_s
+        )
     machine = environment()
     machine["options"] = dataclasses.asdict(options)
     machine["load"] = os.getloadavg()

@@ -6,7 +6,7 @@ from typing import Final
 
 from moecomm.transport.engine import program as P
 from moecomm.transport.engine.jit import hook
-from moecomm.transport.engine.native import ld64, st64
+from moecomm.transport.engine.native import c_function, ld64, ld64_acquire, st64, st64_release
 
 ENGINE: Final = 0
 OP: Final = 8
@@ -24,6 +24,22 @@ TARGET: Final = 128  # peer, remote address, remote key of each
 TARGET_BYTES: Final = 24
 STATE_BYTES: Final = TARGET + 64 * TARGET_BYTES
 IMM: Final = 4242
+
+# What RING needs, from its own address.
+MOVE: Final = 0  # the mover's program, and its state
+MOVER: Final = 8
+RING_ENGINE: Final = 16
+RING_AT: Final = 24  # the moment by the clock; 0: not now
+RUNG: Final = 32  # when it was
+HERE: Final = 40  # when everything had come
+EPOCH: Final = 48
+DOORS: Final = 56  # address of the first door, and how many follow each other
+NUM_DOORS: Final = 64
+NUM_WORDS: Final = 72  # of those below: addresses that hold the epoch once all is here
+WORDS: Final = 128
+RING_BYTES: Final = WORDS + 8 * 3 * 64  # three doors of each peer
+
+_c_program = c_function("i64", "i64")
 
 
 @hook("int64(int64)")
@@ -103,3 +119,22 @@ def BURST(state):
             ld64(state + NBYTES), ld64(target + 8), ld64(target + 16), -1,
         )  # fmt: skip
     return count
+
+
+@hook("int64(int64)")
+def RING(state):
+    """A mover's turn, and what kernels do: ring doors at a moment, and see when all has come."""
+    engine, at, did = ld64(state + RING_ENGINE), ld64_acquire(state + RING_AT), 0
+    if at != 0 and ld64(state + RUNG) == 0 and P.clock_ns(engine) >= at:
+        st64(state + RUNG, P.clock_ns(engine))
+        for n in range(ld64(state + NUM_DOORS)):
+            st64_release(ld64(state + DOORS) + n * 8, ld64(state + EPOCH))
+        did = 1
+    did += _c_program(ld64(state + MOVE), ld64(state + MOVER))
+    if ld64(state + RUNG) == 0 or ld64(state + HERE) != 0:
+        return did
+    for n in range(ld64(state + NUM_WORDS)):
+        if ld64(ld64(state + WORDS + n * 8)) < ld64(state + EPOCH):
+            return did
+    st64_release(state + HERE, P.clock_ns(engine))
+    return did

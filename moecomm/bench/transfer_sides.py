@@ -23,17 +23,21 @@ from moecomm.transport.engine import TransferEngine
 from moecomm.transport.engine.blocks import Block
 
 _FLAGS: Final = ("-O2", "-shared", "-fPIC")
-_PENDING: Final = 1
-_STUCK: Final = -1_000_000  # transfer_twin.cpp has it, too
+PENDING: Final = 1
+STUCK: Final = -1_000_000  # transfer_twin.cpp has it, too
 _QUIET_S: Final = 30.0  # until engines have nothing under way; milliseconds, on a machine at rest
 _TURNS: Final = 200  # of the loop before a burst: a worker that has work to do is not just awake
 
 
-class _Target(C.Structure):
+class Target(C.Structure):
+    """Where a write goes: libfabric's address of the peer, and of the memory there."""
+
     _fields_ = [("peer", C.c_uint64), ("remote", C.c_uint64), ("key", C.c_uint64)]
 
 
-class _Twin(C.Structure):
+class Twin(C.Structure):
+    """See ``transfer_twin.cpp``."""
+
     _fields_ = [
         (name, C.c_uint64)
         for name in (
@@ -70,6 +74,30 @@ def compile_twin() -> Any:
     return library
 
 
+def twin_of(engine: TransferEngine, src: Region, spin: int, patience_s: float) -> Twin:
+    """What C needs of the engine's endpoint, to write from ``src``."""
+    state, local = engine._nics[0].hooks.state, engine.local_place(src, 0)
+    return Twin(
+        writemsg=word(state, hot.WRITEMSG),
+        read=word(state, hot.CQ_READ),
+        ep=word(state, hot.EP),
+        cq=word(state, hot.CQ),
+        contexts=word(state, hot.CONTEXTS),
+        flags=word(state, hot.FLAGS),
+        local=local.address,
+        desc=local.key,
+        spin=spin,
+        patience=int(patience_s * 1e9),
+    )
+
+
+def target_of(engine: TransferEngine, target: RemoteRegion) -> Target:
+    """``target`` as C writes to it."""
+    remote = engine.remote_place(target, 0)
+    peer = word(word(engine._nics[0].hooks.state, hot.PEERS), 8 * target.rank)
+    return Target(peer, remote.address, remote.key)
+
+
 class Sides:
     """Both sides of one rank.
 
@@ -96,27 +124,13 @@ class Sides:
         self._patience_s = patience_s
         self._library = compile_twin()
         self._state = Block(programs.STATE_BYTES)
-        hooks = engine._nics[0].hooks
-        self._hooks = hooks.state
+        self._hooks = engine._nics[0].hooks.state
         local = engine.local_place(src, 0)
-        peers = word(hooks.state, hot.PEERS)
-        self._twin = _Twin(
-            writemsg=word(hooks.state, hot.WRITEMSG),
-            read=word(hooks.state, hot.CQ_READ),
-            ep=word(hooks.state, hot.EP),
-            cq=word(hooks.state, hot.CQ),
-            contexts=word(hooks.state, hot.CONTEXTS),
-            flags=word(hooks.state, hot.FLAGS),
-            local=local.address,
-            desc=local.key,
-            spin=spin,
-            patience=int(patience_s * 1e9),
-        )
-        self._targets = (_Target * len(targets))()
+        self._twin = twin_of(engine, src, spin, patience_s)
+        self._targets = (Target * len(targets))()
         for n, target in enumerate(targets):
             remote = engine.remote_place(target, 0)
-            address = word(peers, 8 * target.rank)
-            self._targets[n] = _Target(address, remote.address, remote.key)
+            self._targets[n] = target_of(engine, target)
             at = programs.TARGET + n * programs.TARGET_BYTES
             self._state.put(at, "=QQQ", target.rank, remote.address, remote.key)
         self._set(programs.ENGINE, engine.state)
@@ -141,12 +155,12 @@ class Sides:
         """Seconds to post one write to every target, by C in the place of the engine's program."""
         burst = _Burst(
             C.addressof(self._twin), C.addressof(self._targets), len(self._targets), nbytes,
-            _TURNS, 0, _PENDING,
+            _TURNS, 0, PENDING,
         )  # fmt: skip
         self._time_posts()
-        self._engine.set_program(_address(self._library.burst), C.addressof(burst))
+        self._engine.set_program(address_of(self._library.burst), C.addressof(burst))
         try:
-            self._wait_for(lambda: burst.status != _PENDING, "a burst by C")
+            self._wait_for(lambda: burst.status != PENDING, "a burst by C")
         finally:
             self._engine.set_program(0)
         took = burst.status or self._last_post() - burst.start
@@ -165,7 +179,7 @@ class Sides:
         """Seconds to post one write to every target, by the engine, from the program's first
         command to the return of the last post."""
         self._time_posts()
-        self._patch(_address(self._library.timed_writemsg))
+        self._patch(address_of(self._library.timed_writemsg))
         try:
             self._run(programs.BURST, nbytes, {programs.TURN: _TURNS})
         finally:
@@ -237,7 +251,7 @@ class Sides:
         if nanoseconds >= 0:
             return nanoseconds * 1e-9
         why = f"call of libfabric failed ({nanoseconds})"
-        if nanoseconds == _STUCK:
+        if nanoseconds == STUCK:
             why = f"nothing completed for {self._patience_s:g} s"
         so_far = f"{self._twin.sent} writes done, {self._twin.came} arrivals so far"
         raise self._error(f"{what}: {why}; {so_far}")
@@ -253,7 +267,8 @@ class Sides:
         return int(self._state.words[offset // 8])
 
 
-def _address(function: Any) -> int:
+def address_of(function: Any) -> int:
+    """Of a function of the C library."""
     return C.cast(function, C.c_void_p).value or 0
 
 
