@@ -55,3 +55,22 @@ def test_the_page_shows_the_transfer_engine_as_measured() -> None:
     for results in found:
         assert all(result["kind"] == "transfer" and result["correct"] for result in results)
         assert table(results) in text
+
+
+def test_the_page_shows_movers_as_measured() -> None:
+    """The first run as a table; of all, how far apart they are over tcp."""
+    (path,) = (ROOT / "bench" / "results").glob("*-bulk-runs.json")
+    results = json.loads(path.read_text())["results"]
+    assert all(result["kind"] == "bulk" and result["correct"] for result in results)
+    text = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    first = [result for result in results if result["run"] == 1]
+    assert " ".join(table(first).split()) in text
+    for nice in (0, -15):
+        for half in ("dispatch", "combine"):
+            found = [
+                r["share"]
+                for r in results
+                if (r["nice"], r["fabric"], r["what"]) == (nice, "tcp", f"bulk {half}")
+            ]
+            assert min(found) >= 0.7
+            assert f"{min(found):.2f} to {max(found):.2f}" in text
