@@ -145,7 +145,7 @@ class Rank:
         return self._get(programs.RUNG), self._get(programs.HERE)
 
     def by_c(self, half: str) -> Span:
-        """The same bytes in one write to each peer, by C in the place of the mover."""
+        """The same records or rows, one write to each peer, by C in the place of the mover."""
         return self._run(self._exchange[half])
 
     def one_pair(self, half: str) -> Span:
