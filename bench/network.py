@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import moecomm as mc
+from moecomm.bench.environment import environment
 from moecomm.bench.inputs import make_inputs
 from moecomm.bench.options import Options
 from moecomm.bench.timing import percentile
@@ -56,7 +57,8 @@ def main() -> None:
         if "both_us" in case:
             added = case["both_us"] - case["compute_us"]
             case["hidden"] = 1 - added / case["alone_us"]["dispatch"]
-    text = json.dumps({"ranks": given.ranks, "node_size": given.node_size, "results": worst})
+    found = {"ranks": given.ranks, "node_size": given.node_size, "results": worst}
+    text = json.dumps({"environment": environment(), **found}, indent=1)
     if given.out is not None:
         given.out.write_text(text)
     sys.stdout.write(text + "\n")
@@ -73,7 +75,9 @@ def measure(group: mc.Group, options: Options) -> list[dict[str, Any]]:
             inputs = make_inputs(comm.config, case, group.size, options.seed, where)
             exchange = Exchange(comm, inputs)
             faults = check_exchange(exchange, inputs)
-            record: dict[str, Any] = {"tokens": case.num_tokens, "faults": faults}
+            record: dict[str, Any] = {
+                "kind": "network", "tokens": case.num_tokens, "faults": faults,
+            }  # fmt: skip
             if not any(group.all_gather("; ".join(faults).encode(), 60)):
                 record |= _times(exchange)
             found.append(record)
@@ -87,8 +91,8 @@ def _times(exchange: Exchange) -> dict[str, Any]:
     torch = importlib.import_module("torch")
     comm = exchange.comm
     waiting = _median(comm, exchange, lambda: torch.cuda._sleep(WAIT_CYCLES))
-    alone = _median(comm, exchange, lambda: None)
-    compute = _products(torch, 1.2 * _everybodys(comm.group, alone["dispatch"]))
+    alone = alone_us(exchange)
+    compute = products_of(1.2 * alone["dispatch"])
     compute_us = _once(torch, compute)
     both = _median(comm, exchange, compute)
     return {
@@ -97,20 +101,27 @@ def _times(exchange: Exchange) -> dict[str, Any]:
             "combine": waiting["combine_send"] + waiting["combine_recv"],
         },
         "halves_us": {k: v for k, v in waiting.items() if "_" in k},
-        "alone_us": {k: alone[k] for k in ("dispatch", "combine")},
+        "alone_us": alone,
         "compute_us": compute_us,
         "both_us": both["dispatch"],
         "beside_us": {k: both[k] for k in ("dispatch_send", "between", "dispatch_recv")},
     }
 
 
-def _everybodys(group: mc.Group, us: float) -> float:
-    """The slowest rank's."""
-    return max(float(blob) for blob in group.all_gather(str(us).encode(), 60))
+def alone_us(exchange: Exchange) -> dict[str, float]:
+    """Both halves of dispatch, and of combine, one right after the other; the slowest rank's."""
+    group = exchange.comm.group
+    mine = _median(exchange.comm, exchange, lambda: None)
+
+    def slowest(name: str) -> float:
+        return max(float(blob) for blob in group.all_gather(str(mine[name]).encode(), 60))
+
+    return {name: slowest(name) for name in ("dispatch", "combine")}
 
 
-def _products(torch: Any, us: float) -> Callable[[], None]:
+def products_of(us: float) -> Callable[[], None]:
     """Matrix products that take at least so long."""
+    torch = importlib.import_module("torch")
     a = torch.randn(PRODUCT, PRODUCT, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(a)
     for _ in range(3):
@@ -177,6 +188,8 @@ def _worst(records: tuple[dict[str, Any], ...]) -> dict[str, Any]:
             merged[key] = _worst(tuple(values))
         elif isinstance(first, list):
             merged[key] = [item for value in values for item in value]
+        elif isinstance(first, str):
+            merged[key] = first
         else:
             merged[key] = max(values)
     return merged
