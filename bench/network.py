@@ -34,7 +34,7 @@ from moecomm.bench.worker import Exchange, check_exchange
 
 ROUNDS = 60
 PRODUCT = 4096  # a side of the matrices; 170 us on an H200
-WAIT_CYCLES = 20_000_000  # some 10 ms of the GPU: over tcp everything has come then
+CYCLES_A_US = 2000  # at most, of the GPU
 
 
 def main() -> None:
@@ -90,8 +90,9 @@ def measure(group: mc.Group, options: Options) -> list[dict[str, Any]]:
 def _times(exchange: Exchange) -> dict[str, Any]:
     torch = importlib.import_module("torch")
     comm = exchange.comm
-    waiting = _median(comm, exchange, lambda: torch.cuda._sleep(WAIT_CYCLES))
     alone = alone_us(exchange)
+    cycles = int(3 * max(alone.values()) * CYCLES_A_US)  # everything has come then
+    waiting = _median(comm, exchange, lambda: torch.cuda._sleep(cycles))
     compute = products_of(1.2 * alone["dispatch"])
     compute_us = _once(torch, compute)
     both = _median(comm, exchange, compute)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from moecomm.bench.transfer_table import table
 
@@ -74,3 +77,24 @@ def test_the_page_shows_movers_as_measured() -> None:
             ]
             assert min(found) >= 0.7
             assert f"{min(found):.2f} to {max(found):.2f}" in text
+
+
+def test_the_page_shows_the_exchange_between_nodes_as_measured() -> None:
+    found = [
+        result
+        for path in (ROOT / "bench" / "results").glob("*-network.json")
+        for result in json.loads(path.read_text())["results"]
+    ]
+    expected = set()
+    for result in found:
+        assert (result["kind"], result["faults"]) == ("network", [])
+        for half in ("dispatch", "combine"):
+            one = [result["halves_us"][f"{half}_{part}"] for part in ("send", "recv")]
+            times = [*one, result["kernels_us"][half], result["alone_us"][half]]
+            expected.add((str(result["tokens"]), half, *(f"{time:.0f}" for time in times)))
+    shown = {
+        tuple(cell.strip() for cell in line.strip("|").split("|"))
+        for line in (ROOT / "docs" / "performance.md").read_text().splitlines()
+        if re.match(r"\| \d+ \| (dispatch|combine) ", line)
+    }
+    assert shown == expected

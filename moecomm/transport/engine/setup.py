@@ -43,7 +43,7 @@ class Resources:
             nic.close()
         if self.memory is not None:
             self.memory.free()
-        # What is registered no more. The engine may be part of a cycle, and memory of a GPU is not to
+        # It is registered no more. The engine may be part of a cycle, and memory of a GPU is not to
         # wait for the garbage collector.
         self.held.clear()
 
