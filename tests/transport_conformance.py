@@ -16,11 +16,13 @@ import random
 import time
 from collections.abc import Callable
 
+from moecomm import cuda_driver
 from moecomm.errors import ConfigError, StateError
 from moecomm.group import Group
 from moecomm.transport.base import Memory, Region, RemoteRegion, Transfer, Write
 
 TIMEOUT_S = 20.0
+GPU: int | None = None  # whose memory it is; ``None``: this process's own
 
 
 def run_check(group: Group, open_it: Callable[[Group], Memory], name: str) -> None:
@@ -54,13 +56,26 @@ def payload(sender: int, message: int, nbytes: int) -> bytes:
     return random.Random(f"{sender} {message}").randbytes(nbytes)
 
 
+def load(address: int, nbytes: int) -> bytes:
+    if GPU is None:
+        return ctypes.string_at(address, nbytes)
+    return cuda_driver.copy_from_device(GPU, address, nbytes)
+
+
+def store(address: int, data: bytes) -> None:
+    if GPU is None:
+        ctypes.memmove(address, data, len(data))
+    else:
+        cuda_driver.copy_to_device(GPU, address, data)
+
+
 def read(region: Region) -> bytes:
-    return ctypes.string_at(region.address, region.nbytes)
+    return load(region.address, region.nbytes)
 
 
 def fill(region: Region, data: bytes) -> None:
     assert len(data) == region.nbytes
-    ctypes.memmove(region.address, data, len(data))
+    store(region.address, data)
 
 
 def registered(transfer: Transfer, group: Group, region: Region) -> list[RemoteRegion]:
@@ -95,7 +110,7 @@ def peers_see_each_others_stores(memory: Memory, group: Group) -> None:
     for peer in range(group.size):
         pointer = memory.peer_pointer(peer, region)
         if pointer is not None:
-            assert ctypes.string_at(pointer, region.nbytes) == payload(peer, 0, region.nbytes)
+            assert load(pointer, region.nbytes) == payload(peer, 0, region.nbytes)
     group.barrier()
     for peer in range(group.size):
         pointer = memory.peer_pointer(peer)
@@ -117,7 +132,7 @@ def allocations_are_apart(memory: Memory, group: Group) -> None:
         for peer in range(group.size):
             pointer = memory.peer_pointer(peer, region)
             if pointer is not None:
-                assert ctypes.string_at(pointer, region.nbytes) == payload(peer, n, region.nbytes)
+                assert load(pointer, region.nbytes) == payload(peer, n, region.nbytes)
     assert "of which there are 3" in raised(lambda: memory.peer_pointer(0), ConfigError)
 
 
@@ -159,9 +174,9 @@ def a_peer_may_close_first(memory: Memory, group: Group) -> None:
         memory.close()
     group.barrier()
     if group.rank != 0 and pointer is not None:
-        assert ctypes.string_at(pointer, 4096) == payload(0, 0, 4096)
+        assert load(pointer, 4096) == payload(0, 0, 4096)
         group.barrier()
-        ctypes.memset(pointer, 1, 4096)
+        store(pointer, b"\1" * 4096)
     else:
         group.barrier()
 
