@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from moecomm.bench.transfer_table import table
 
 ROOT = Path(__file__).parent.parent
