@@ -106,6 +106,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         guest.replace_items(items)
     if config.pluginmanager.hasplugin("xdist"):  # -n 2 --dist loadgroup
         for item in items:
+            if item.get_closest_marker("xdist_group") is not None:
+                continue
             in_guest = isinstance(item, guest.GuestItem)
             item.add_marker(pytest.mark.xdist_group("guest" if in_guest else item.path.name))
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,13 +41,14 @@ class Options:
     """How a machine is made.
 
     ``devices``: the network devices that get a soft-RoCE device each (rxe0, rxe1 ...).
-    ``network``: QEMU's ``-netdev`` for ``eth0``; empty: none. ``node``: its place on that network.
+    ``network``: a connected socket, whose other end is another machine's: what ``eth0`` is plugged
+    into. ``node``: its place on that network.
     """
 
     cpus: int = 4  # with 2, two polling processes and soft-RoCE's softirq are one too many
     memory_mib: int = 3072
     devices: Sequence[str] = ("lo", "dummy0")
-    network: str = ""
+    network: socket.socket | None = None
     node: int = 0
     environment: Mapping[str, str] | None = None
 
@@ -89,7 +91,11 @@ def boot(
             *_control(control),
         ]
         qemu = subprocess.Popen(
-            arguments, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=subprocess.STDOUT,
+            pass_fds=() if options.network is None else (options.network.fileno(),),
         )
         try:
             qemu.wait(timeout_s)
@@ -120,29 +126,29 @@ def _shared_root(control: Path, memory_mib: int) -> Iterator[_Share]:
         folder = "local,id=root,path=/,security_model=none,readonly=on,multidevs=remap"
         yield _Share("9p", ["-fsdev", folder, "-device", device])
         return
-    socket, log = control / "virtiofs", control / "virtiofs.log"
+    path, log = control / "virtiofs", control / "virtiofs.log"
     options = ["--shared-dir", "/", "--sandbox", "chroot", "--cache", "always"]
     if daemon == _DAEMONS[1]:
         options = ["-f", "-o", "source=/,sandbox=chroot,cache=always,no_writeback"]
     with log.open("wb") as output:
         server = subprocess.Popen(
-            [daemon, f"--socket-path={socket}", *options], stdout=output, stderr=output
+            [daemon, f"--socket-path={path}", *options], stdout=output, stderr=output
         )
     try:
-        _wait_for(socket, server, log)
+        _wait_for(path, server, log)
         memory = f"memory-backend-memfd,id=memory,size={memory_mib}M,share=on"
         device = "vhost-user-fs-pci,chardev=fs,tag=root,queue-size=1024"
         arguments = ["-object", memory, "-machine", "memory-backend=memory"]
-        arguments += ["-chardev", f"socket,id=fs,path={socket}", "-device", device]
+        arguments += ["-chardev", f"socket,id=fs,path={path}", "-device", device]
         yield _Share("virtiofs", arguments)
     finally:
         server.kill()
         server.wait()
 
 
-def _wait_for(socket: Path, server: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_for(path: Path, server: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + 10
-    while not socket.exists():
+    while not path.exists():
         if server.poll() is not None or time.monotonic() > deadline:
             raise MachineFailed(f"virtiofsd does not start: {log.read_text()}")
         time.sleep(0.02)
@@ -158,9 +164,9 @@ def _machine(image: Image, options: Options, share: str) -> list[str]:
     arguments += ["-m", str(options.memory_mib), "-display", "none", "-monitor", "none"]
     arguments += ["-serial", "stdio", "-kernel", str(image.kernel)]
     arguments += ["-initrd", str(image.initramfs), "-append", kernel]
-    if options.network:
+    if options.network is not None:
         card = f"virtio-net-pci,netdev=net,mac=52:54:00:77:00:{options.node + 1:02x}"
-        arguments += ["-netdev", f"{options.network},id=net", "-device", card]
+        arguments += ["-netdev", f"socket,id=net,fd={options.network.fileno()}", "-device", card]
     return arguments
 
 

@@ -1,5 +1,6 @@
-"""``python tests/vm/two_nodes.py``: two virtual machines on one network, a rank on each, and checks
-of the verbs transport between them. Takes one to three minutes."""
+"""``python tests/vm/two_nodes.py``: two virtual machines on one network; between them MoE exchanges
+of four ranks, two on each, then checks of the transfer engine, of a rank on each. Takes two to four
+minutes; with ``exchange`` or ``engine`` behind it, half of that."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import os
 import socket
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -24,50 +27,66 @@ CHECKS: Final = [
     "scatter_gives_each_peer_its_slice",
     "random_traffic_is_exact",
 ]
+PARTS: Final = {"exchange": "vm.across", "engine": "test_transport_verbs"}  # → what to compile
 TIMEOUT_S: Final = 500.0
 
 
-def main() -> int:
-    """Boot both; the worse exit status."""
-    compile_for_guest(["test_transport_verbs"], guest_environment(), Path.cwd())
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def run(parts: Sequence[str]) -> tuple[int, str]:
+    """Boot both; the worse exit status, and what they printed."""
+    compile_for_guest([PARTS[part] for part in parts], guest_environment(), Path.cwd())
     built = image()
-    with ThreadPoolExecutor(2) as pool:
-        nodes = [pool.submit(_boot, built, node, port) for node in (0, 1)]
-        return max(node.result() for node in nodes)
+    first, second = socket.socketpair()
+    with first, second, ThreadPoolExecutor(2) as pool:
+        plugs = enumerate((first, second))
+        nodes = [pool.submit(_boot, built, node, plug, parts) for node, plug in plugs]
+        ends = [node.result() for node in nodes]
+    return max(status for status, _ in ends), "".join(text for _, text in ends)
 
 
-def _boot(built: Image, node: int, port: int) -> int:
-    where = "listen" if node == 0 else "connect"
+def _boot(built: Image, node: int, plug: socket.socket, parts: Sequence[str]) -> tuple[int, str]:
     options = machine.Options(
         cpus=2,
         memory_mib=2048,
         devices=["eth0"],
-        network=f"socket,{where}=127.0.0.1:{port}",
+        network=plug,
         node=node,
         environment=guest_environment(),
     )
     with contextlib.ExitStack() as stack:
         control = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moecomm-vm-")))
         output = stack.enter_context((control / "console").open("wb"))
-        command = [sys.executable, "-X", "faulthandler", __file__, "node"]
+        command = [sys.executable, "-X", "faulthandler", __file__, "node", *parts]
+        said, status = "", 1
         try:
             status = machine.boot(built, command, control, output, TIMEOUT_S, options)
-        finally:
-            text = (control / "console").read_text(errors="replace")
-            print("".join(f"node {node}: {line}\n" for line in text.splitlines()))  # noqa: T201
-    return status
+        except machine.MachineFailed as error:
+            said = f"{error}\n"
+        said = (control / "console").read_text(errors="replace") + said
+    return status, "".join(f"node {node}: {line}\n" for line in said.splitlines())
 
 
-def rank() -> None:
-    """What runs on a node."""
+def on_node(parts: Sequence[str]) -> None:
+    """What runs on a machine."""
+    node = int(socket.gethostname().removeprefix("node"))
+    started = time.monotonic()
+    if "exchange" in parts:
+        from forked import run_forked
+
+        from vm import across
+
+        for said in run_forked(across.rank, across.RANKS_A_NODE, node, timeout_s=TIMEOUT_S):
+            print(said or "killed", flush=True)  # noqa: T201
+    if "engine" in parts:
+        _check_engine(node)
+    print(f"{time.monotonic() - started:.1f} s in all", flush=True)  # noqa: T201
+
+
+def _check_engine(node: int) -> None:
     import test_transport_verbs
 
     import moecomm as mc
     from moecomm.store import TcpStore
 
-    node = int(socket.gethostname().removeprefix("node"))
     test_transport_verbs.prepare()
     store = TcpStore("10.77.0.1", 29500, serve=node == 0, timeout_s=200.0)
     with store, mc.Group(node, 2, store) as group:
@@ -80,8 +99,10 @@ def rank() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["node"]:
-        rank()
+    if sys.argv[1:2] == ["node"]:
+        on_node(sys.argv[2:])
     else:
         os.environ.setdefault("PYTHONPATH", os.getcwd())
-        sys.exit(main())
+        status, text = run(sys.argv[1:] or list(PARTS))
+        print(text)  # noqa: T201
+        sys.exit(status)
