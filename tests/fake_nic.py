@@ -67,7 +67,12 @@ NO_RECEIVE: Final = 176
 MOST_IN_FLIGHT: Final = 184
 POSTS: Final = 192
 LATE_RECEIVES: Final = 200  # 1: the last receive met a full queue and is to be tried again
-PENDING_AT: Final = 256
+SHAKES_HANDS: Final = 208  # 1: posts to a peer give EAGAIN until both have polled since the first
+POLLS: Final = 216
+HANDSHAKES: Final = 224  # posts refused for want of one
+KNOCKED_AT: Final = 256  # for each peer: its count of polls at the first post to it, and own ones
+MAX_SHAKING: Final = 16
+PENDING_AT: Final = KNOCKED_AT + MAX_SHAKING * 16
 PENDING_BYTES: Final = 72
 COMPLETIONS_AT: Final = PENDING_AT + MAX_PENDING * PENDING_BYTES
 ERRORS_AT: Final = COMPLETIONS_AT + MAX_COMPLETIONS * 16
@@ -113,11 +118,27 @@ def _count(nic, word):
 
 
 @inner
+def _shakes_hands(nic, peer):
+    """Whether the handshake with a peer, which the first post to it begins, is still under way:
+    it gets on whenever one of both polls, as with the provider "efa"."""
+    target = ld64(ld64(nic + PEER_STATES) + peer * 8)
+    place = nic + KNOCKED_AT + peer * 16
+    theirs, mine = ld64_acquire(target + POLLS), ld64(nic + POLLS)
+    if ld64(place) == 0:
+        st64(place, theirs + 1)
+        st64(place + 8, mine + 1)
+    return theirs <= ld64(place) or mine <= ld64(place + 8)
+
+
+@inner
 def _post(nic, message, peer, flags, is_send):
     pending = ld64(nic + PENDING)
     if ld64(nic + REFUSED) != 0:
         return -ld64(nic + REFUSED)
     if (ld64(nic + UNREACHABLE) >> peer) & 1 or _one_in(nic, REFUSE):
+        return -A.FI_EAGAIN
+    if ld64(nic + SHAKES_HANDS) and _shakes_hands(nic, peer):
+        _count(nic, HANDSHAKES)
         return -A.FI_EAGAIN
     if pending >= ld64(nic + DEPTH):
         return -A.FI_EAGAIN
@@ -307,6 +328,7 @@ def _take_arrivals(nic, buffer, filled, wanted):
 
 @hook("int64(int64, int64, int64)")
 def CQ_READ(nic, buffer, wanted):
+    st64_release(nic + POLLS, ld64(nic + POLLS) + 1)
     if ld64(nic + BROKEN) != 0:
         return -ld64(nic + BROKEN)
     _work(nic)

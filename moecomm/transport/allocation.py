@@ -1,7 +1,10 @@
-"""What memories of several ranks have in common: sizes that all agree on, regions found again."""
+"""What memories of several ranks have in common: sizes that all agree on, regions found again, and
+why a network interface may refuse them."""
 
 from __future__ import annotations
 
+import errno
+import resource
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -43,3 +46,15 @@ def find_region(allocated: Iterable[Region], region: Region | None) -> Region:
     if region not in regions:
         raise ConfigError(f"region={region}: must be one that allocate returned")
     return region
+
+
+def registration_hint(code: int, nbytes: int, *, on_gpu: bool) -> str:
+    """What usually helps where a network interface refuses memory with the error number ``code``;
+    to be appended to an error's text."""
+    if code == errno.ENOMEM:
+        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+        return f"; {nbytes} bytes must be locked, and `ulimit -l` allows {shown}"
+    if on_gpu:
+        return "; GPU memory needs a driver with dma-buf support, or the nvidia-peermem module"
+    return ""

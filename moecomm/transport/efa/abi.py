@@ -1,8 +1,8 @@
 """libfabric's binary interface: constants, and offsets of the fields that are used.
 
 The same from libfabric 1.17 to 2.6: later versions append to structures. What we pass in is sized
-for the newest and zeroed; ``fi_info`` comes from ``fi_dupinfo``. ``tests/test_efa_abi.py`` compares
-all of this with the headers where a compiler finds them.
+for the newest and zeroed; ``fi_info`` comes from ``fi_dupinfo``. ``tests/test_efa.py`` compares all
+of this with the headers where a compiler finds them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Posting to and polling libfabric from the engine's loop: two hooks for every provider.
 
-``state`` is laid out by ``layout`` below. One ``fi_msg_rma`` and one ``fi_msg`` are templates, used
-again for every post: providers copy what they need before they return. Contexts are 64 bytes each,
-one per slot of the engine, and are the provider's until the completion.
+``state`` has the offsets below; ``posting_state.py`` fills it. One ``fi_msg_rma`` and one
+``fi_msg`` are templates, used again for every post: providers copy what they need before they
+return. Contexts are 64 bytes each, one per slot of the engine, and are the provider's until the
+completion.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from moecomm.errors import TransportError
+from moecomm.transport.allocation import registration_hint
 from moecomm.transport.base import Region
 from moecomm.transport.efa import abi, hot
 from moecomm.transport.efa.endpoint import Endpoint
@@ -161,12 +162,8 @@ class FabricNic:
             where = f"GPU {self._sizing.cuda_device}" if on_gpu else "host memory"
             raise TransportError(
                 f"{self.device} ({self.transport}): cannot register {region.nbytes} bytes of "
-                f"{where} at {region.address:#x}: {self._library.strerror(code)} ({code}). "
-                + (
-                    "GPU memory needs a DMA-BUF or nvidia-peermem"
-                    if on_gpu
-                    else "ulimit -l must allow it"
-                ),
+                f"{where} at {region.address:#x}: {self._library.strerror(code)} ({code})"
+                + registration_hint(-code, region.nbytes, on_gpu=on_gpu),
                 transport=self.transport,
                 operation="register",
                 code=-code,

@@ -7,11 +7,11 @@ import ctypes
 import errno
 import logging
 import os
-import resource
 from ctypes import c_int, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any, Final
 
+from moecomm.transport.allocation import registration_hint
 from moecomm.transport.verbs import abi, structures
 from moecomm.transport.verbs.devices import Device
 from moecomm.transport.verbs.dmabuf import DmaBuf
@@ -78,7 +78,7 @@ class ProtectionDomain:
         if handle is None:
             lib = library()
             handle = lib.ibv_reg_mr_iova2(self.plain, address, nbytes, address, access)
-            hint = _hint(ctypes.get_errno(), nbytes, on_gpu=on_gpu)
+            hint = registration_hint(ctypes.get_errno(), nbytes, on_gpu=on_gpu)
             handle = made(handle, "ibv_reg_mr", f"{self.where}: {nbytes} bytes", hint)
         self._registered.add(handle)
         local = structures.load(c_uint32, handle + abi.MR_LKEY)
@@ -118,16 +118,6 @@ class ProtectionDomain:
             raise VerbsError("ibv_reg_dmabuf_mr", code, f"{self.where}: {nbytes} bytes")
         logger.info("%s: no dma-buf registration (%s)", self.where, os.strerror(code))
         return None
-
-
-def _hint(code: int, nbytes: int, *, on_gpu: bool) -> str:
-    if code == errno.ENOMEM:
-        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
-        return f"; {nbytes} bytes must be locked, and `ulimit -l` allows {shown}"
-    if on_gpu:
-        return "; GPU memory needs a driver with dma-buf support, or the nvidia-peermem module"
-    return ""
 
 
 def _single_threaded(context: int, plain: int) -> tuple[int, int]:
