@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -103,6 +104,17 @@ def test_api_names_of_the_readme_are_exported() -> None:
     names = set(re.findall(r"`([A-Z]\w+)", table)) | {"run", "reference"}
     for name in names:
         assert hasattr(moecomm, name), name
+    for path in re.findall(r"`(moecomm(?:\.\w+)+)", table):
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), path
+
+
+def test_the_errors_of_the_readme_are_all_that_a_caller_should_tell_apart() -> None:
+    """Those right below the first, and below the one of communication."""
+    (row,) = re.findall(r"^\| `MoecommError` and below \| (.*) \|$", README, re.M)
+    errors = [*moecomm.MoecommError.__subclasses__(), *moecomm.TransportError.__subclasses__()]
+    own = {e.__name__ for e in errors if e.__module__ == "moecomm.errors"}
+    assert set(re.findall(r"`(\w+)`", row)) == own
 
 
 def test_extras_named_in_documents_exist() -> None:

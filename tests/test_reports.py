@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from moecomm.doctor.memory import FIX_LOCKED
+from moecomm.doctor.rdma import DEVICES
+from moecomm.transport import NETWORKS, TRANSPORTS
+
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs" / "reports.md"
 # The reports that bear on what this version does. Numbers that are missing were withdrawn.
@@ -63,10 +67,41 @@ def test_tests_that_carry_a_row_are_in_it() -> None:
                 assert f"{module}::{name}" in table[row], f"{row} lacks {module}::{name}"
 
 
-def test_g11_the_readme_answers_what_others_had_to_ask() -> None:
-    """Must caps be equal? What needs root or a reboot? Which NICs? How to check an install?"""
+def answers() -> dict[str, str]:
+    """The README's questions, and what it answers."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    questions = re.findall(r"^\*\*(.+\?)\*\*", readme, re.MULTILINE)
-    for words in ("equal on all ranks", "root", "NICs", "check an installation", "rank dies"):
-        assert any(words in question for question in questions), words
-    assert re.search(r"check an installation\?\*\* `moecomm doctor`", readme)
+    found = re.findall(r"^\*\*(.+?\?)\*\* (.+?)\n\n", readme, re.MULTILINE | re.DOTALL)
+    return {question: " ".join(answer.split()) for question, answer in found}
+
+
+def answer(words: str) -> str:
+    """The one to the question with these words."""
+    (found,) = (text for question, text in answers().items() if words in question)
+    return found
+
+
+def test_g11_the_readme_answers_what_others_had_to_ask() -> None:
+    """Must caps be equal? What needs root or a reboot? How to check an install?"""
+    assert answer("equal on all ranks").startswith("Yes.")
+    assert "`PeerTimeout`" in answer("rank dies")
+    assert answer("check an installation").startswith("`moecomm doctor`")
+    # What it says about root is what the doctor looks at.
+    needs = answer("root")
+    assert f"`{FIX_LOCKED.partition(' unlimited')[0]}`" in needs
+    assert f"`{DEVICES}/uverbs*`" in needs
+    assert "`nvidia-peermem`" in needs
+
+
+def test_g11_which_nics_work_is_what_the_package_has_and_the_table_says() -> None:
+    nics = answer("Which NICs")
+    named = set(re.findall(r"`(\w+)`", nics))
+    assert set(NETWORKS) <= named <= set(TRANSPORTS)
+    table = (ROOT / "README.md").read_text(encoding="utf-8")
+    status = dict(re.findall(r"^\| `(\w+)` \|.*\| (.+) \|$", table, re.MULTILINE))
+    assert set(status) == set(TRANSPORTS)
+    for name in named:
+        assert "not yet run on" in status[name], name
+    assert "no real NIC has been tried" in nics
+    for stand_in in ("soft-RoCE", "tcp and shm"):
+        assert stand_in in nics
+        assert stand_in in status["verbs"] + status["efa"]
