@@ -42,6 +42,7 @@ class FakeVerbs:
     def __init__(self, ports: Sequence[Port]) -> None:
         self._ports = {number: port for number, port in enumerate(ports, 1)}
         self._tables = {port: gids.table(port.folder) for port in ports}
+        self.lids = {port: 0 if port.roce else 100 + n for n, port in self._ports.items()}
         self.refuse: dict[str, int] = {}
         self._lock = threading.Lock()
         self._blocks: list[Any] = []
@@ -80,6 +81,7 @@ class FakeVerbs:
     def ibv_query_port(self, context: int, number: int, place: int) -> int:
         found = s.PortAttr.from_address(place)
         found.active_mtu, found.max_msg_sz = 3, 1 << 30
+        found.lid = self.lids[self._port_of[context]]
         return 0
 
     def ibv_query_device(self, context: int, place: int) -> int:
@@ -94,6 +96,10 @@ class FakeVerbs:
 
     def ibv_reg_mr_iova2(self, pd: int, address: int, nbytes: int, iova: int, access: int) -> int:
         return self._block(48)
+
+    def routes(self) -> list[tuple[Port, s.AhAttr]]:
+        """Of all connected queue pairs, and the port of each."""
+        return [(qp.port, qp.route) for qp in self._qps.values() if qp.route is not None]
 
     def _gone(self, made: int) -> int:
         return 0
@@ -161,8 +167,11 @@ class FakeVerbs:
             to.completions.append(s.Wc(wr_id=wr_id, opcode=abi.WC_RECV, byte_len=nbytes))
 
     def _arrives(self, port: Port, route: s.AhAttr) -> bool:
-        """To an entry of some port with that address and the same version, in one subnet: the
-        first 24 bits of an IPv4 address, the first 64 of an IPv6 one."""
+        """On InfiniBand to the port with that local id. On RoCE to an entry of some port with that
+        address and the same version, in one subnet: the first 24 bits of an IPv4 address, the first
+        64 of an IPv6 one."""
+        if not port.roce:
+            return route.dlid in self.lids.values()
         (source,) = (gid for gid in self._tables[port] if gid.index == route.grh.sgid_index)
         target = bytes(route.grh.dgid)
         return any(
