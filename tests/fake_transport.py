@@ -24,6 +24,11 @@ def preflight() -> None:
     """There always is one."""
 
 
+def has_device() -> bool:
+    """For ``auto``, which is not to take it."""
+    return False
+
+
 def open_engine(group: mc.Group, *, options: EngineOptions) -> TransferEngine:
     return TransferEngine(group, _current[-1].openers(group.rank), options=options)
 

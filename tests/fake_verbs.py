@@ -36,7 +36,8 @@ class _Qp:
 class FakeVerbs:
     """The functions that ``library()`` has, for ``ports``.
 
-    ``refuse``: function → the error number that it fails with.
+    ``refuse``: function → the error number that it fails with. ``registered``: address and size of
+    all memory that was.
     """
 
     def __init__(self, ports: Sequence[Port]) -> None:
@@ -44,6 +45,7 @@ class FakeVerbs:
         self._tables = {port: gids.table(port.folder) for port in ports}
         self.lids = {port: 0 if port.roce else 100 + n for n, port in self._ports.items()}
         self.refuse: dict[str, int] = {}
+        self.registered: list[tuple[int, int]] = []
         self._lock = threading.Lock()
         self._blocks: list[Any] = []
         self._port_of: dict[int, Port] = {}  # of a context, or a protection domain
@@ -95,6 +97,7 @@ class FakeVerbs:
         return domain
 
     def ibv_reg_mr_iova2(self, pd: int, address: int, nbytes: int, iova: int, access: int) -> int:
+        self.registered.append((address, nbytes))
         return self._block(48)
 
     def routes(self) -> list[tuple[Port, s.AhAttr]]:

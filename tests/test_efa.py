@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from emulated_writes import EMULATED, let_writes_be_emulated
 from engines import options
+from fork_checks import fork_after_registering
 from transport_conformance import raised, registered
 
 import moecomm as mc
@@ -21,10 +23,12 @@ from moecomm.group import Group
 from moecomm.run import outcomes
 from moecomm.store_local import LocalStore
 from moecomm.transport import open_memory
+from moecomm.transport.base import Region
 from moecomm.transport.efa import abi, fabrics, open_engine, openers
 from moecomm.transport.efa.fabrics import FABRICS, Option
+from moecomm.transport.efa.nic import FabricNic
 from moecomm.transport.engine import TransferEngine
-from moecomm.transport.engine.provider import Sizing
+from moecomm.transport.engine.provider import Registration, Sizing
 
 SIZING = Sizing(num_peers=1, tx_depth=64, rx_depth=64, message_bytes=64, num_messages=2)
 
@@ -230,3 +234,30 @@ def two_engines(group: Group) -> None:
 
 def test_several_engines_on_one_group_stay_apart() -> None:
     mc.run(two_engines, 2, timeout_s=60)
+
+
+def fork(group: Group) -> None:
+    fork_after_registering(group, lambda g: open_engine(g, "tcp", options=options()))
+
+
+def test_f13_a_fork_after_registering_leaves_both_processes_their_memory() -> None:
+    mc.run(fork, 2, timeout_s=60)
+
+
+def test_f13_what_the_engine_registers_for_itself_has_pages_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A page that a library keeps from being forked must not have anything else on it."""
+    real, seen = FabricNic.register, []
+
+    def register(self: FabricNic, region: Region, **how: Any) -> Registration:
+        seen.append(region)
+        return real(self, region, **how)
+
+    monkeypatch.setattr(FabricNic, "register", register)
+    with open_engine(alone(), "tcp", options=options(message_bytes=100)) as engine:
+        engine.allocate(100)
+    assert len(seen) == 3  # messages, credits, and that
+    pages = [r.address // mmap.PAGESIZE for r in seen]
+    assert all(region.address % mmap.PAGESIZE == 0 for region in seen)
+    assert len(set(pages)) == 3

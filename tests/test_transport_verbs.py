@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import transport_conformance as conformance
+from fork_checks import fork_after_registering
 from forked import die, run_forked
 from transport_conformance import fill, payload, pump, read, registered
 
@@ -144,3 +145,11 @@ def test_memory_that_the_peer_does_not_open() -> None:
     text = run_forked(refused, 2, partial(open_it, num_nics=1))[0]
     for part in ("IBV_WC_REM_ACCESS_ERR", str(choose_ports()[0]), "rank 1"):
         assert part in text
+
+
+def fork(group: Group) -> None:
+    fork_after_registering(group, partial(open_it, num_nics=1))
+
+
+def test_f13_a_fork_after_registering_leaves_both_processes_their_memory() -> None:
+    run_forked(fork, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import mmap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -206,3 +207,17 @@ def test_f10_a_device_file_without_access_is_named(make: Make, library: FakeVerb
     assert "does this user have read and write access to /dev/infiniband/uverbs*?" in str(
         caught.value
     )
+
+
+def test_f13_what_a_port_registers_for_itself_has_pages_of_its_own(
+    make: Make, library: FakeVerbs
+) -> None:
+    """Where libibverbs keeps registered pages from being forked, a child has them no more."""
+    make("datagrams")
+    assert len(library.registered) == 2 * 3  # datagrams, messages, words of peers
+    pages = [
+        range(address // mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE))
+        for address, nbytes in library.registered
+    ]
+    assert all(address % mmap.PAGESIZE == 0 for address, _ in library.registered)
+    assert len({page for part in pages for page in part}) == sum(map(len, pages))
