@@ -57,7 +57,8 @@ def fork_after_registering(group: Group, open_it: Callable[[Group], TransferEngi
         assert has(2)
         assert not array[:1234].any()
         os.close(end)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert exit_code == 0, "see the child's traceback"
         group.barrier(WAIT_S)
         exchange(3)  # the child's end has taken nothing away
         assert has(3)

@@ -287,6 +287,47 @@ def test_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
         library.library.__wrapped__()
 
 
+class Loaded:
+    """A libibverbs that says ``status`` about forks (``None``: it cannot be asked)."""
+
+    def __init__(self, status: int | None) -> None:
+        self.prepared = 0
+        for name in library._FUNCTIONS:
+            setattr(self, name, lambda: 0)
+        if status is None:
+            del self.ibv_is_fork_initialized  # type: ignore[attr-defined]
+        else:
+            self.ibv_is_fork_initialized = lambda: status
+        self.ibv_fork_init = self._prepare
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value if isinstance(value, int) else Function(value))
+
+    def _prepare(self) -> int:
+        self.prepared += 1
+        return 0
+
+
+class Function:
+    """As of ctypes: with types."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+
+@pytest.mark.parametrize(("status", "prepared"), [(None, 1), (0, 1), (1, 1), (2, 0)])
+def test_f13_pages_are_kept_from_children_only_where_the_kernel_does_not_copy_them(
+    monkeypatch: pytest.MonkeyPatch, status: int | None, prepared: int
+) -> None:
+    loaded = Loaded(status)
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda name, use_errno: loaded)
+    assert library.library.__wrapped__() is loaded
+    assert loaded.prepared == prepared
+
+
 def test_a_kernel_device_that_the_library_does_not_know(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -17,9 +17,10 @@ NAME: Final = "libibverbs.so.1"
 TRANSPORT: Final = "verbs"
 
 # name → (result, arguments). ibv_reg_mr is a macro; ibv_reg_mr_iova2 is what it calls for optional
-# access flags. ibv_reg_dmabuf_mr came with rdma-core 34.
+# access flags. ibv_reg_dmabuf_mr came with rdma-core 34, ibv_is_fork_initialized with 35.
 _FUNCTIONS: Final[dict[str, tuple[Any, list[Any]]]] = {
     "ibv_fork_init": (c_int, []),
+    "ibv_is_fork_initialized": (c_int, []),
     "ibv_get_device_list": (POINTER(c_void_p), [POINTER(c_int)]),
     "ibv_free_device_list": (None, [POINTER(c_void_p)]),
     "ibv_get_device_name": (c_char_p, [c_void_p]),
@@ -43,7 +44,8 @@ _FUNCTIONS: Final[dict[str, tuple[Any, list[Any]]]] = {
     "ibv_create_ah": (c_void_p, [c_void_p, c_void_p]),
     "ibv_destroy_ah": (c_int, [c_void_p]),
 }
-_OPTIONAL: Final = ("ibv_reg_dmabuf_mr",)
+_OPTIONAL: Final = ("ibv_reg_dmabuf_mr", "ibv_is_fork_initialized")
+_FORK_UNNEEDED: Final = 2  # enum ibv_fork_status
 
 
 @cache
@@ -66,12 +68,20 @@ def library() -> Any:
             raise TransportUnavailable(f"transport={TRANSPORT!r}: {NAME} has no {name}: too old")
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
-    # Before Linux 5.12 a fork could take registered pages away from this process; this makes the
-    # library keep them out of children. It does nothing where the kernel needs no help.
+    _prepare_for_forks(loaded)
+    return loaded
+
+
+def _prepare_for_forks(loaded: Any) -> None:
+    """Before Linux 5.12 a fork could take registered pages away from this process; the library can
+    keep them out of children. Where the kernel copies them instead it must not, or a child crashes
+    on what else lies on such a page; but libraries of before 2024 (Debian 12's) do even then."""
+    asked = getattr(loaded, "ibv_is_fork_initialized", None)
+    if asked is not None and asked() == _FORK_UNNEEDED:
+        return
     status = loaded.ibv_fork_init()
     if status:
         logger.warning("ibv_fork_init failed (%s): do not fork", os.strerror(status))
-    return loaded
 
 
 class VerbsError(TransportError):
