@@ -8,8 +8,9 @@ import lzma
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
-from vm import image, machine, packages, plugin
+from vm import figures, image, machine, packages, plugin
 
 
 def test_an_archive_of_files_and_their_folders() -> None:
@@ -88,3 +89,9 @@ def test_results_of_the_guest() -> None:
     outcomes = {test: result.outcome for test, result in results.items()}
     assert outcomes == {"good": "passed", "bad": "failed", "skipped": "skipped", "last": "failed"}
     assert results["last"].text == "it did not end"
+
+
+def test_half_a_round_trip_leaves_out_the_wait_for_the_other_side_and_one_hiccup() -> None:
+    trips = [9_000_000, 20, 22, 20, 4_000_000, 24, 20, 26]
+    typical, average = figures.half_round_trip(np.cumsum([1000, *trips]), us=0.5)
+    assert (typical, average) == (21 / 4, 22 / 4)
