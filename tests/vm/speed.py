@@ -211,8 +211,8 @@ def _measure(results: Path) -> None:
         latencies["engine"].append(run_forked(latency, 2)[0])
         bandwidths["ib_write_bw"].append(theirs("ib_write_bw")[0])
         bandwidths["engine"].append(run_forked(bandwidth, 2)[0])
-        last = {name: values[-1] for name, values in (*latencies.items(), *bandwidths.items())}
-        print(last, flush=True)  # noqa: T201
+        for sides in (latencies, bandwidths):
+            print({side: runs[-1] for side, runs in sides.items()}, flush=True)  # noqa: T201
     rows = [
         result(what, "us", {side: [run[n] for run in runs] for side, runs in latencies.items()})
         for n, what in enumerate(("typical", "average"))
