@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from vm import figures
+
 from moecomm.bench.transfer_table import table
 
 ROOT = Path(__file__).parent.parent
@@ -96,3 +98,15 @@ def test_the_page_shows_the_exchange_between_nodes_as_measured() -> None:
         if re.match(r"\| \d+ \| (dispatch|combine) ", line)
     }
     assert shown == expected
+
+
+def test_the_page_shows_the_engine_beside_perftest_as_measured() -> None:
+    found = [
+        json.loads(path.read_text())["results"]
+        for path in sorted((ROOT / "bench" / "results").glob("*-perftest.json"))
+    ]
+    assert found
+    text = (ROOT / "docs" / "performance.md").read_text()
+    for results in found:
+        assert all(result["kind"] == "perftest" for result in results)
+        assert figures.table(results) in text
