@@ -11,6 +11,7 @@ The words of a NIC's state may be changed while it runs (``FakeNic.set``).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -79,8 +80,10 @@ ERRORS_AT: Final = COMPLETIONS_AT + MAX_COMPLETIONS * 16
 RECEIVES_AT: Final = ERRORS_AT + MAX_PENDING * 16
 REGIONS_AT: Final = RECEIVES_AT + MAX_PENDING * 16
 INBOXES_AT: Final = REGIONS_AT + MAX_REGIONS * 24
-# An inbox: tail, head, ring of data words, then the same for messages.
+# An inbox: tail, head, ring of data words, then the same for messages. BUSY: 1 while its sender
+# looks at the regions here and writes to one of them.
 INBOX_TAIL: Final = 0
+INBOX_BUSY: Final = 8
 INBOX_HEAD: Final = 64
 INBOX_RING: Final = 128
 SEND_TAIL: Final = INBOX_RING + RING * 8
@@ -218,6 +221,22 @@ def _fail(nic, context, code, detail):
 
 
 @inner
+def _write(nic, entry, target, inbox):
+    """1: done; 0: there is no room for its immediate; below 0: it is not allowed."""
+    address, nbytes = ld64(entry + 40), ld64(entry + 32)
+    if not _allowed(target, address, nbytes, ld64(entry + 48)):
+        return -1
+    tail = ld64(inbox + INBOX_TAIL)
+    if tail - ld64_acquire(inbox + INBOX_HEAD) >= RING:
+        return 0
+    _copy(ld64(nic + MEMCPY), address, ld64(entry + 24), nbytes)
+    if ld64(entry + 8) & A.FI_REMOTE_CQ_DATA:
+        st64(inbox + INBOX_RING + (tail % RING) * 8, ld64(entry + 56))
+        st64_release(inbox + INBOX_TAIL, tail + 1)
+    return 1
+
+
+@inner
 def _deliver(nic, entry):
     """Do what a post asks for; whether there was room on the other side."""
     peer, nbytes, source = ld64(entry + 16), ld64(entry + 32), ld64(entry + 24)
@@ -236,16 +255,14 @@ def _deliver(nic, entry):
         _copy(ld64(nic + MEMCPY), place + 8, source, nbytes)
         st64_release(inbox + SEND_TAIL, tail + 1)
     else:
-        if not _allowed(target, ld64(entry + 40), nbytes, ld64(entry + 48)):
+        st64_release(inbox + INBOX_BUSY, 1)
+        wrote = _write(nic, entry, target, inbox)
+        st64_release(inbox + INBOX_BUSY, 0)
+        if wrote < 0:
             _fail(nic, ld64(entry), 5, 10)
             return True
-        tail = ld64(inbox + INBOX_TAIL)
-        if tail - ld64_acquire(inbox + INBOX_HEAD) >= RING:
+        if wrote == 0:
             return False
-        _copy(ld64(nic + MEMCPY), ld64(entry + 40), source, nbytes)
-        if ld64(entry + 8) & A.FI_REMOTE_CQ_DATA:
-            st64(inbox + INBOX_RING + (tail % RING) * 8, ld64(entry + 56))
-            st64_release(inbox + INBOX_TAIL, tail + 1)
     _complete(nic, ld64(entry))
     if _one_in(nic, TWICE):
         _complete(nic, ld64(entry))
@@ -494,9 +511,22 @@ class FakeNic:
             at = (REGIONS_AT + n * 24) // 8
             if self._state.words[at] == registration.remote_key:
                 self._state.words[at] = 0
+        self._wait_for_writers()
 
     def explain(self, code: int, detail: int) -> str:
         return f"fake error {code}" + (f" ({detail})" if detail else "")
 
     def close(self) -> None:
+        """No peer writes to this rank's memory any more."""
+        for n in range(MAX_REGIONS):
+            self._state.words[(REGIONS_AT + n * 24) // 8] = 0
+        self._wait_for_writers()
         self.closed = True
+
+    def _wait_for_writers(self) -> None:
+        """Until whoever saw a key that is gone has written. By then its word can be seen, too."""
+        time.sleep(0.001)
+        for sender in range(self._opener.network.num_ranks):
+            busy = (INBOXES_AT + sender * INBOX_BYTES + INBOX_BUSY) // 8
+            while self._state.words[busy]:
+                time.sleep(0.0001)
