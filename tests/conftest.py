@@ -101,6 +101,7 @@ def _missing_for(item: pytest.Item) -> str:
     return ""
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in a hook of the same name
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if _nic_missing() and not guest.missing():
         guest.replace_items(items)
