@@ -1,0 +1,151 @@
+"""Ranks that die, hang, fail, or leave: processes of pretended nodes, joined by libfabric over tcp
+and shm. The survivors hear of it, in time, with one name, and end cleanly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from typing import Any
+
+import pytest
+from exchange import Case, make_case, run_case
+from proxied import BASE
+
+import moecomm as mc
+from moecomm.run import outcomes
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def pretend(fabric: str, node_size: int) -> None:
+        monkeypatch.setenv("MOECOMM_FABRIC", fabric)
+        monkeypatch.setenv("MOECOMM_NODE_SIZE", str(node_size))
+
+    return pretend
+
+
+TIMEOUT_S = 2.0
+SLACK_S = 2.0
+DEAD = 1
+SHORT = mc.MoeConfig(num_experts=6, top_k=3, hidden=40, max_tokens=8, timeout_s=TIMEOUT_S)
+
+
+def given() -> Case:
+    return make_case(SHORT, 4, 0, tokens=(8, 8, 8, 8), dropped=0.0, repeated=0.0)
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize(("half", "node_size"), [("send", 1), ("recv", 2)])
+def test_c02_c03_a_killed_peer_is_named_on_every_node(
+    pretended: Any, half: str, node_size: int
+) -> None:
+    """kill -9 behind that half of a later step: one name everywhere, in time, and a clean end."""
+    pretended("tcp", node_size)
+    ends = outcomes(_survive, 4, half, transport="efa", timeout_s=60)
+    assert ends[DEAD].exit_code == -signal.SIGKILL
+    for rank, end in enumerate(ends):
+        if rank == DEAD:
+            continue
+        assert end.error is None, end.error
+        assert end.exit_code == 0
+        peer, waited, closing, threads = end.value
+        assert peer == DEAD, (rank, peer)
+        assert waited < TIMEOUT_S + SLACK_S
+        assert closing < TIMEOUT_S + SLACK_S
+        assert threads == ["MainThread"]
+
+
+def _survive(group: mc.Group, half: str) -> tuple[int, float, float, list[str]]:
+    group.barrier(30)
+    comm = mc.MoeComm(SHORT, group)
+    case = given()
+    for _ in range(3):
+        run_case(comm, case)
+    group.barrier(30)
+    error, waited = _until_timeout(comm, case, half)
+    with pytest.raises(mc.PeerTimeout):  # nothing is handed out as good any more
+        comm.check()
+    closed = time.monotonic()
+    comm.close()
+    closing = time.monotonic() - closed
+    return error.peer, waited, closing, [t.name for t in threading.enumerate()]
+
+
+def _until_timeout(comm: mc.MoeComm, case: Case, half: str) -> tuple[mc.PeerTimeout, float]:
+    """The error, and how long its half took to raise it."""
+    while True:
+        asked = time.monotonic()
+        try:
+            _step(comm, case, half)
+        except mc.PeerTimeout as error:
+            return error, time.monotonic() - asked
+
+
+def _step(comm: mc.MoeComm, case: Case, half: str) -> None:
+    rank = comm.group.rank
+
+    def now(name: str) -> None:
+        if rank == DEAD and name == half:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    handle = comm.dispatch_send(case.xs[rank], case.idxs[rank])
+    now("send")
+    comm.dispatch_recv(handle)
+    now("recv")
+    comm.combine_send(case.ys[rank], handle)
+    now("return")
+    comm.combine_recv(handle, case.weights[rank])
+
+
+@pytest.mark.usefixtures("either_way")
+def test_leaving_at_once_takes_nothing_from_the_others(pretended: Any) -> None:
+    """Each rank closes as soon as it has what it wants; what it owes has gone by then, and that it
+    is gone is nobody's trouble."""
+    pretended("tcp", 1)
+    mc.run(_leave, 3, transport="efa", timeout_s=120)
+
+
+def _leave(group: mc.Group) -> None:
+    cfg = mc.MoeConfig(**{**BASE, "in_flight": 2})
+    cases = [make_case(cfg, group.size, seed) for seed in range(2)]
+    for turn in range(6):
+        with mc.MoeComm(cfg, group) as comm:
+            for case in cases:
+                run_case(comm, case)
+            if group.rank == turn % 3:
+                time.sleep(0.05)  # this one is behind
+            handle = comm.dispatch_send(cases[0].xs[group.rank], cases[0].idxs[group.rank])
+            if group.rank == turn % 3:
+                time.sleep(0.05)
+            comm.dispatch_recv(handle)
+            handle.close()  # an acknowledgement, for which nobody here waits
+
+
+def test_c03_an_exception_ends_the_process(tmp_path: Any) -> None:
+    """Nobody closes anything: the worker thread keeps nobody from leaving, with the exit code."""
+    script = tmp_path / "leave.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import moecomm as mc
+            from moecomm.store_local import LocalStore
+            from concurrent.futures import ThreadPoolExecutor
+            store = LocalStore()
+            cfg = mc.MoeConfig(num_experts=2, top_k=1, hidden=16, max_tokens=2)
+            make = lambda rank: mc.MoeComm(cfg, mc.Group(rank, 2, store), "efa")
+            with ThreadPoolExecutor(2) as pool:
+                kept = list(pool.map(make, range(2)))
+            raise SystemExit(3)
+            """
+        )
+    )
+    variables = {**os.environ, "MOECOMM_NODE_SIZE": "1", "MOECOMM_FABRIC": "tcp"}
+    ended = subprocess.run([sys.executable, script], env=variables, timeout=60, check=False)
+    assert ended.returncode == 3
