@@ -128,8 +128,11 @@ class Communicator:
     def _check_failure(self) -> None:
         """Raise what broke the communicator, now and from now on."""
         if self._failure is None and not self._closed and self._trouble.code:
-            self._failure = failure_of(self._trouble)
-            self._failure.__cause__ = self._runtime.failure()
+            cause, me = self._runtime.failure(), self.group.rank
+            # What waits here cannot see that it is this rank's own network that stands still.
+            mine = self._trouble.rank == me and cause is not None and cause.peer == me
+            self._failure = failure_of(self._trouble, me if mine else None)
+            self._failure.__cause__ = cause
             logger.error("rank %d: %s", self.group.rank, self._failure)
         if self._failure is not None:
             raise self._failure

@@ -9,11 +9,12 @@ from moecomm.errors import ConfigError, MoecommError, Overflow, PeerTimeout
 from moecomm.kernels.args import CODE_BAD_EXPERT, PHASES, STATUS_OVERFLOW, STATUS_VALUE, Status
 
 
-def failure_of(status: Status) -> PeerTimeout:
-    """Somebody did not come: noticed here, or told by the rank that noticed."""
+def failure_of(status: Status, at_fault: int | None = None) -> PeerTimeout:
+    """Somebody did not come: noticed here, or told by the rank that noticed. ``at_fault``: whom to
+    name, where that is better known than to the kernel that waited."""
     return PeerTimeout(
         PHASES[status.phase],
-        status.peer,
+        status.peer if at_fault is None else at_fault,
         status.expected,
         status.seen,
         rank=status.rank,

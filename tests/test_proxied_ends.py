@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from proxied import BASE
 
 import moecomm as mc
 from moecomm.run import outcomes
+from moecomm.transport.engine import state as S
+from moecomm.transport.proxy import state as P
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -42,12 +45,14 @@ def given() -> Case:
 
 
 @pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize(("half", "node_size"), [("send", 1), ("recv", 2)])
+@pytest.mark.parametrize(
+    ("half", "fabric", "node_size"), [("send", "tcp", 1), ("recv", "tcp", 2), ("return", "shm", 1)]
+)
 def test_c02_c03_a_killed_peer_is_named_on_every_node(
-    pretended: Any, half: str, node_size: int
+    pretended: Any, half: str, fabric: str, node_size: int
 ) -> None:
     """kill -9 behind that half of a later step: one name everywhere, in time, and a clean end."""
-    pretended("tcp", node_size)
+    pretended(fabric, node_size)
     ends = outcomes(_survive, 4, half, transport="efa", timeout_s=60)
     assert ends[DEAD].exit_code == -signal.SIGKILL
     for rank, end in enumerate(ends):
@@ -78,7 +83,7 @@ def _survive(group: mc.Group, half: str) -> tuple[int, float, float, list[str]]:
     return error.peer, waited, closing, [t.name for t in threading.enumerate()]
 
 
-def _until_timeout(comm: mc.MoeComm, case: Case, half: str) -> tuple[mc.PeerTimeout, float]:
+def _until_timeout(comm: mc.MoeComm, case: Case, half: str = "") -> tuple[mc.PeerTimeout, float]:
     """The error, and how long its half took to raise it."""
     while True:
         asked = time.monotonic()
@@ -102,6 +107,62 @@ def _step(comm: mc.MoeComm, case: Case, half: str) -> None:
     comm.combine_send(case.ys[rank], handle)
     now("return")
     comm.combine_recv(handle, case.weights[rank])
+
+
+def _stop_worker(comm: mc.MoeComm) -> None:
+    """Its thread hangs."""
+    comm._runtime._mover._engine._resources.worker._command(S.PAUSE)
+
+
+def _forge_key(comm: mc.MoeComm) -> None:
+    """Its next writes of bytes go where peers let nobody write."""
+    mover = comm._runtime._mover
+    first, count = mover._parts.offset("peers"), mover.num_ranks * mover._engine.num_nics
+    for at in range(first, first + P.PEER_BYTES * count, P.PEER_BYTES):
+        place = (at + P.PEER_BULK_KEY) // 8
+        mover._block.words[place] ^= 0x55
+
+
+FAULTS: dict[str, Callable[[mc.MoeComm], None]] = {"stop": _stop_worker, "forge": _forge_key}
+
+
+@pytest.mark.parametrize("fabric", ["tcp", "shm"])
+def test_a_stopped_mover_and_a_failed_write(fabric: str) -> None:
+    """Every rank hears of it in time and with one name, and the processes end by themselves."""
+    ends = outcomes(_faulty, 4, fabric, transport="efa", timeout_s=100)
+    assert [(end.error, end.exit_code) for end in ends] == [(None, 0)] * 4
+    assert [end.value[1] for end in ends] == [["MainThread"]] * 4
+    stopped, failed = zip(*(end.value[0] for end in ends), strict=True)
+    assert [peer for peer, _ in stopped] == [DEAD] * 4
+    assert "nobody has looked after" in stopped[DEAD][1]
+    if fabric == "shm":
+        return  # it calls a write done that the peer has refused: each names whom it misses
+    # The connection ends, and both ends find out.
+    whom, why = failed[DEAD]
+    assert f"rank {DEAD}: a write to rank {whom} by lo (tcp) failed" in why
+    assert {peer for peer, _ in failed} <= {DEAD, whom}
+
+
+def _faulty(group: mc.Group, fabric: str) -> tuple[list[tuple[int, str]], list[str]]:
+    """Whom this rank names, and why, for each of ``FAULTS``; the threads that are left."""
+    seen, case = [], given()
+    os.environ.update(MOECOMM_FABRIC=fabric, MOECOMM_NODE_SIZE="1")
+    for fault, bounce in zip(FAULTS, "01", strict=True):
+        os.environ["MOECOMM_BOUNCE"] = bounce
+        comm = mc.MoeComm(SHORT, group)
+        for _ in range(3):
+            run_case(comm, case)
+        group.barrier(30)
+        if group.rank == DEAD:
+            FAULTS[fault](comm)
+        error, waited = _until_timeout(comm, case)
+        closed = time.monotonic()
+        comm.close()
+        assert waited < TIMEOUT_S + SLACK_S
+        assert time.monotonic() - closed < TIMEOUT_S + SLACK_S
+        seen.append((error.peer, str(error.__cause__)))
+        group.barrier(30)
+    return seen, [t.name for t in threading.enumerate()]
 
 
 @pytest.mark.usefixtures("either_way")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from moecomm.errors import TransportError
 from moecomm.transport.base import Region, RemoteRegion, check_rank
 from moecomm.transport.engine import state as S
@@ -79,6 +81,22 @@ class Programs(OperationQueue):
             peer=peer,
             operation="write",
             code=code if code > 0 else None,
+        )
+        error.transport = self.transport
+        return error
+
+    def standstill(self, limit_s: float) -> TransportError | None:
+        """The error of a loop that has not turned for ``limit_s``, and nobody ended: peers will
+        have missed it by then."""
+        still_s = time.monotonic() - self._memory.word(S.NOW) / 1e9
+        if not self.running or still_s < limit_s:
+            return None
+        devices = ", ".join(nic.device for nic in self._nics)
+        error = TransportError(
+            f"rank {self.rank}: nobody has looked after {devices} ({self.transport}) for "
+            f"{still_s:.1f} s: a library call hangs, or the worker gets no processor",
+            peer=self.rank,
+            operation="progress",
         )
         error.transport = self.transport
         return error

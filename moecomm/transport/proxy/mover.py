@@ -92,11 +92,11 @@ class Mover:
             raise
 
     def failure(self) -> TransportError | None:
-        """Why the mover gave up, if it has: names the peer, or this rank where its own network
-        interface cannot go on."""
+        """Why the mover gave up, or stands still: names the peer, or this rank where its own
+        network interface, or the mover itself, cannot go on."""
         culprit = self._get(P.CULPRIT) - 1
         if culprit < 0:
-            return None
+            return self._engine.standstill(self._timeout_s / 2)
         return self._engine.explain_program(culprit, self._get(P.CULPRIT_CODE))
 
     def hold(self, *things: object) -> None:
