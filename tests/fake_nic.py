@@ -2,9 +2,10 @@
 
 The engine's loop and the hooks of ``moecomm.transport.efa.hot`` run on it unchanged: they call
 addresses. Ranks are threads of one process, and all of it is misbehaviour on demand: any order,
-delays, full queues, failing and repeated completions, silent and unreachable peers, a broken NIC,
-refused registrations. It also checks what providers are promised: keys and bounds of every write,
-``tx_depth``, ``rx_depth``, and contexts that belong to one post at a time.
+delays, full queues, failing completions, repeated ones and repeated arrivals, silent and
+unreachable peers, a broken NIC, refused registrations. It also checks what providers are promised:
+keys and bounds of every write, ``tx_depth``, ``rx_depth``, and contexts that belong to one post at
+a time.
 
 The words of a NIC's state may be changed while it runs (``FakeNic.set``).
 """
@@ -70,6 +71,7 @@ POSTS: Final = 192
 LATE_RECEIVES: Final = 200  # 1: the last receive met a full queue and is to be tried again
 SHAKES_HANDS: Final = 208  # 1: posts to a peer give EAGAIN until both have polled since the first
 POLLS: Final = 216
+ARRIVE_TWICE: Final = 232  # one in so many arrivals is reported twice
 HANDSHAKES: Final = 224  # posts refused for want of one
 KNOCKED_AT: Final = 256  # for each peer: its count of polls at the first post to it, and own ones
 MAX_SHAKING: Final = 16
@@ -338,6 +340,9 @@ def _take_arrivals(nic, buffer, filled, wanted):
             data = ld64(inbox + INBOX_RING + (head % RING) * 8)
             # As rxm of libfabric 1.17 does: no FI_RMA, no length.
             _entry(buffer, filled, 0, A.FI_REMOTE_WRITE | A.FI_REMOTE_CQ_DATA, 0, data)
+            if filled + 1 < wanted and _one_in(nic, ARRIVE_TWICE):
+                filled += 1
+                _entry(buffer, filled, 0, A.FI_REMOTE_WRITE | A.FI_REMOTE_CQ_DATA, 0, data)
             st64_release(inbox + INBOX_HEAD, head + 1)
             filled += 1
     return filled

@@ -253,11 +253,20 @@ class Kernels:
 
 
 class World:
-    """Ranks, each on a node of its own, with kernels and movers, and the network between them."""
+    """Ranks, each on a node of its own, with kernels and movers, and the network between them.
+    ``repeats``: the share of arrivals that come once more, later."""
 
-    def __init__(self, num_ranks: int, seed: int, *, first: int = 1, program: str = "") -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        seed: int,
+        *,
+        first: int = 1,
+        program: str = "",
+        repeats: float = 0.0,
+    ) -> None:
         self.random = random.Random(seed)
-        self.seed, self.num_ranks, self.first = seed, num_ranks, first
+        self.seed, self.num_ranks, self.first, self.repeats = seed, num_ranks, first, repeats
         layout = Layout(CFG, num_ranks, 0, Remote(mode="proxied", private_records=PRIVATE))
         assert layout.areas is not None
         self.areas: RemoteAreas = layout.areas
@@ -391,6 +400,8 @@ class World:
         if epoch >= 0:
             self.delivered.add((kind, slot, rank, peer, epoch))
         self.engines[peer].inbox.append(imm)
+        if self.repeats and self.random.random() < self.repeats:
+            self.flying.append((write, True, True))
 
     def _fly(self, rank: int, op: int, peer: int, imm: int, epoch: int, move: Move) -> None:
         write = (rank, op, peer, imm, epoch, move, [])

@@ -211,8 +211,9 @@ def write_to_the_dead(group: Group, fabric: str) -> str:
     return text
 
 
-def test_a_peer_that_was_killed_is_named_in_time() -> None:
-    first, second = outcomes(write_to_the_dead, 2, "tcp", timeout_s=60)
+@pytest.mark.parametrize("fabric", ["tcp", "shm"])
+def test_a_peer_that_was_killed_is_named_in_time(fabric: str) -> None:
+    first, second = outcomes(write_to_the_dead, 2, fabric, timeout_s=60)
     assert second.exit_code == -9
     assert first.error is None, first.error
     assert "rank 1" in first.value

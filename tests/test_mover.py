@@ -20,6 +20,20 @@ def test_every_order_of_kernels_movers_and_network(num_ranks: int, first: int) -
         World(num_ranks, seed, first=first).run(4)
 
 
+def test_arrivals_that_come_again_change_nothing() -> None:
+    """At once or epochs later; a mover that counted them would wake streams too early."""
+    for seed in range(10):
+        World(3, seed, first=WRAP, repeats=0.3).run(4)
+    program = sources("    if ld64(sent) >= epoch:\n        return\n", "")
+    with pytest.raises(AssertionError):
+        _run_many(program)
+
+
+def _run_many(program: str) -> None:
+    for seed in range(40):
+        World(3, seed, first=WRAP, repeats=0.3, program=program).run(4)
+
+
 MUTATIONS = {
     "plan not kept": ("            _keep_plan(state, slot)\n", "            pass\n"),
     "operation used before it is done": ("(opened >> door) & 1 or room", "room"),

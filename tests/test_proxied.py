@@ -1,25 +1,24 @@
-"""Ranks on several nodes, joined by a network that keeps no order: bit for bit as the reference,
-with exactly the writes that docs/protocol.md says."""
+"""Ranks on several nodes, joined by a network that keeps no order: bit for bit as the reference."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import time
 
 import numpy as np
 import pytest
-from exchange import Case, make_case, run_case
-from fake_nic import DELAY, REFUSE, REORDER
-from fake_transport import on_nodes
+from exchange import Case, compare_received, make_case, run_case, send
+from fake_nic import ARRIVE_TWICE, DELAY, PENDING, REFUSE, REORDER, SILENT
+from fake_transport import WILD, network, on_nodes
 from hypothesis import given, note
 from hypothesis import strategies as st
+from payload import assert_same_bits
 from problems import Problem, examples, problems
 from schedules import Action, for_rank, random_schedule, walk
 from test_properties import _capped, _need
+from threads import run_threads
 
 import moecomm as mc
-from moecomm.layout import Layout
-from moecomm.remote import Remote
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -28,16 +27,14 @@ SMALL = mc.MoeConfig(
 )
 
 
-def _walk(group: mc.Group, cases: list[Case], schedule: list[Action]) -> Any:
+def _walk(group: mc.Group, cases: list[Case], schedule: list[Action]) -> bool:
+    """Whether there was a mover."""
     with mc.MoeComm(cases[0].cfg, group, "fake") as comm:
         walk(comm, cases, for_rank(schedule, np.random.default_rng(group.rank)))
         mover = comm._runtime._mover
         group.barrier(60)
-        if mover is None:
-            return None
-        mover.close()  # everything has gone; what is counted is final
-        assert mover.strange == 0
-        return mover.counters()
+        assert mover is None or mover.strange == 0
+        return mover is not None
 
 
 @examples(10)
@@ -100,7 +97,24 @@ def test_a_thousand_random_steps() -> None:
     on_nodes(_walk, 2, 1, cases, schedule)
 
 
-def test_c11_c12_a_queue_of_two_and_a_slow_network() -> None:
+@pytest.mark.parametrize(("num_ranks", "node_size"), [(6, 1), (8, 3)])
+def test_two_thousand_steps_of_replicas_with_two_nics(num_ranks: int, node_size: int) -> None:
+    """A thousand each, of pairs of replicas that are not on one node, or not all of them."""
+    cfg = dataclasses.replace(SMALL, hidden=8, max_tokens=3, replicas=2)
+    cases = [make_case(cfg, num_ranks, step, skew=0.5 * (step % 3)) for step in range(24)]
+    schedule = random_schedule(np.random.default_rng(7), 1000, cfg.in_flight, closed=0.2)
+    on_nodes(_walk, num_ranks, node_size, cases, schedule, num_nics=2)
+
+
+@pytest.mark.usefixtures("either_way")
+def test_arrivals_that_come_twice_change_nothing() -> None:
+    """What a mover stores only grows; so it need not tell a second one from the first."""
+    cases = [make_case(SMALL, 4, step) for step in range(6)]
+    schedule = random_schedule(np.random.default_rng(6), 100, SMALL.in_flight, closed=0.2)
+    on_nodes(_walk, 4, 1, cases, schedule, words={**WILD, ARRIVE_TWICE: 3})
+
+
+def test_c11_a_queue_of_two_and_a_slow_network() -> None:
     """A send queue that is nearly always full, to a network that rarely moves: exact, and no queue
     overruns."""
     cases = [make_case(SMALL, 4, step) for step in range(3)]
@@ -109,64 +123,42 @@ def test_c11_c12_a_queue_of_two_and_a_slow_network() -> None:
     on_nodes(_walk, 4, 1, cases, schedule, depth=2, words=slow)
 
 
-# ---- the model: which writes there are --------------------------------------------------------
+def test_c12_a_slow_link_holds_nobody_else_up() -> None:
+    """Nothing gets from rank 0 to rank 2 for a while. Both others receive and send back all steps
+    that may be in flight; rank 2 does so afterwards, and all finish."""
+    cfg = dataclasses.replace(SMALL, in_flight=3)
+    cases = [make_case(cfg, 3, n, tokens=(6, 6, 6), dropped=0.0) for n in range(3)]
 
+    def work(group: mc.Group) -> None:
+        rank = group.rank
+        with mc.MoeComm(cfg, group, "fake") as comm:
+            run_case(comm, cases[0])
+            group.barrier()
+            if rank == 0:
+                net.set(0, SILENT, 1 << 2)
+            group.barrier()
+            handles = [send(comm, case) for case in cases]
+            if rank != 2:
+                half_way(comm, handles)
+            group.barrier(15)
+            if rank == 0:
+                assert net.get(0, PENDING) >= len(cases)
+                net.set(0, SILENT, 0)
+            if rank == 2:
+                half_way(comm, handles)
+            for case, handle in zip(cases, handles, strict=True):
+                out = comm.combine_recv(handle, case.weights[rank])
+                assert_same_bits(out, case.outs[rank], f"rank {rank}: out")
+            group.barrier()
 
-def _expected(case: Case, me: int, peers: list[int], remote: Remote) -> dict[str, list[int]]:
-    """Writes and bytes of one exchange, from the routing alone."""
-    cfg = case.cfg
-    layout = Layout(cfg, case.num_ranks, me, remote)
-    areas = layout.areas
-    assert areas is not None
-    found = {kind: [0, 0] for kind in ("head", "private", "records", "rows")}
+    def half_way(comm: mc.MoeComm, handles: list[mc.Handle]) -> None:
+        for case, handle in zip(cases, handles, strict=True):
+            compare_received(case, comm.group.rank, comm.dispatch_recv(handle))
+            comm.combine_send(case.ys[comm.group.rank], handle)
 
-    def add(kind: str, nbytes: int) -> None:
-        found[kind][0] += 1
-        found[kind][1] += nbytes
-
-    for peer in peers:
-        hosted = set(layout.expert_range(peer))
-        wanted = [hosted & set(row.tolist()) for row in case.idxs[me]]
-        share = [bool(w) for t, w in enumerate(wanted) if t % cfg.replicas == me % cfg.replicas]
-        records = sum(share)
-        add("head", areas.head_bytes)
-        if records:
-            add("private", min(records, remote.private_records) * areas.record_bytes)
-        if records > remote.private_records:
-            add("records", (records - remote.private_records) * areas.record_bytes)
-        mine = set(layout.expert_range(me))
-        owed = [len(mine & set(row.tolist())) for row in case.idxs[peer]]
-        rows = sum(map(bool, owed)) if layout.rows_per_rank else sum(owed)
-        add("rows", rows * areas.row_bytes)
-    return found
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"reduce": "sender"}, {"layout": "rank"}, {"replicas": 2}],
-    ids=["grouped", "sender", "rank", "replicas"],
-)
-@pytest.mark.parametrize("node_size", [1, 2])
-@pytest.mark.parametrize("bounce", [False, True], ids=["straight", "bounce"])
-def test_writes_are_those_of_the_protocol(
-    monkeypatch: pytest.MonkeyPatch, bounce: bool, node_size: int, changes: dict[str, Any]
-) -> None:
-    """One head and one row write to every remote peer, one private write and one of the rest where
-    there are records; nothing else, and not a byte more."""
-    remote = Remote(mode="proxied", private_records=2, bounce=bounce)
-    monkeypatch.setattr("moecomm.runtime.proxied.Remote", lambda **_: remote)
-    cfg = dataclasses.replace(SMALL, **changes)
-    cases = [make_case(cfg, 4, step, skew=0.3 * step) for step in range(4)]
-    cases.append(make_case(cfg, 4, 9, tokens=[0, 6, 0, 3][: 4 // cfg.replicas]))
-    schedule = random_schedule(np.random.default_rng(1), len(cases), cfg.in_flight)
-    for me, counted in enumerate(on_nodes(_walk, 4, node_size, cases, schedule)):
-        peers = [p for p in range(4) if p // node_size != me // node_size]
-        wanted = [_expected(case, me, peers, remote) for case in cases]
-        for kind in ("head", "private", "records", "rows"):
-            total = [sum(w[kind][n] for w in wanted) for n in (0, 1)]
-            assert list(counted[kind][:2]) == total, (me, kind)
-        assert counted["ack"][0] == counted["abort"][0] == 0
-        assert counted["leave"][0] <= len(peers)  # not to those that have left
+    with network(3, 1) as net:
+        run_threads(work, 3)
+        net.check_promises()
 
 
 def test_one_node_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,21 +166,36 @@ def test_one_node_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fake_transport.open_engine", None)
     cases = [make_case(dataclasses.replace(SMALL, wire="auto"), 3, step) for step in range(2)]
     assert (
-        on_nodes(_walk, 3, 3, cases, random_schedule(np.random.default_rng(0), 2, 2)) == [None] * 3
+        on_nodes(_walk, 3, 3, cases, random_schedule(np.random.default_rng(0), 2, 2)) == [False] * 3
     )
 
 
-def test_several_communicators_at_once() -> None:
-    """An engine each: steps of two layers take turns, and one is closed before the other."""
-    cases = [make_case(SMALL, 2, step) for step in range(2)]
+def test_c13_several_communicators_made_and_used_with_skew() -> None:
+    """An engine each: steps of three layers take turns, ranks are late at random, also in opening
+    and closing, and one layer is closed before the others."""
+    layouts = [{}, {"layout": "rank"}, {"layout": "batched", "reduce": "sender"}]
+    configs = [dataclasses.replace(SMALL, **changes) for changes in layouts]
 
     def work(group: mc.Group) -> None:
-        first = mc.MoeComm(SMALL, group, "efa")
-        with mc.MoeComm(SMALL, group, "efa") as second:
-            for _ in range(3):
-                run_case(first, cases[0])
-                run_case(second, cases[1])
-            first.close()
-            run_case(second, cases[0])
+        own = np.random.default_rng(group.rank)
 
-    on_nodes(work, 2, 1)
+        def pause() -> None:
+            if own.random() < 0.3:
+                time.sleep(own.exponential(0.002))
+
+        comms = []
+        for cfg in configs:
+            time.sleep(own.exponential(0.02))
+            comms.append(mc.MoeComm(cfg, group, "efa"))
+        for step in range(6):
+            if step == 3:
+                comms.pop(0).close()
+            for comm in comms:
+                cases = [make_case(comm.config, 3, 10 * step + n) for n in range(3)]
+                schedule = random_schedule(np.random.default_rng(step), 4, 2, closed=0.2)
+                walk(comm, cases, for_rank(schedule, own), pause=pause)
+        for comm in comms:
+            time.sleep(own.exponential(0.02))
+            comm.close()
+
+    on_nodes(work, 3, 1)

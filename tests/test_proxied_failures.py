@@ -106,7 +106,25 @@ def test_a_stopped_mover_is_missed() -> None:
         engine._resources.worker._command(S.PAUSE)
 
     seen = all_see(stop, at=1)
-    assert [seen[0][0], seen[2][0]] == [1, 1]
+    assert [peer for peer, _ in seen] == [1, 1, 1]
+    assert "nobody has looked after" in str(seen[1][1])
+
+
+@pytest.mark.usefixtures("either_way")
+def test_a_nic_that_reports_a_completion_twice_takes_its_rank_along() -> None:
+    seen = all_see(lambda net, comm: net.set(1, fake_nic.TWICE, 1), at=1)
+    assert [peer for peer, _ in seen] == [1, 1, 1]
+    assert "it reported the completion of post" in str(seen[1][1])
+
+
+@pytest.mark.usefixtures("either_way")
+def test_a_peer_that_one_rank_cannot_reach_is_named_by_all() -> None:
+    """EAGAIN for ever, from rank 0 to rank 2, which hears of it by way of rank 1."""
+    seen = all_see(lambda net, comm: net.set(0, fake_nic.UNREACHABLE, 1 << 2))
+    assert [peer for peer, _ in seen] == [2, 2, 2]
+    assert str(seen[0][1]) == (
+        "rank 0: a write to rank 2 by fake0 (fake) failed: nothing moved for too long"
+    )
 
 
 @pytest.mark.usefixtures("either_way")

@@ -39,7 +39,7 @@ def _two_threads(group: mc.Group) -> None:
 
     def rounds(own: mc.Group) -> None:
         with mc.MoeComm(cases[0].cfg, own) as comm:
-            for step in range(200):
+            for step in range(1000):
                 run_case(comm, cases[step % len(cases)])
 
     with ThreadPoolExecutor(2) as pool:
