@@ -71,6 +71,7 @@ POSTS: Final = 192
 LATE_RECEIVES: Final = 200  # 1: the last receive met a full queue and is to be tried again
 SHAKES_HANDS: Final = 208  # 1: posts to a peer give EAGAIN until both have polled since the first
 POLLS: Final = 216
+HANDSHAKES: Final = 224  # posts refused for want of one
 ARRIVE_TWICE: Final = 232  # one in so many arrivals is reported twice
 HANDSHAKES: Final = 224  # posts refused for want of one
 KNOCKED_AT: Final = 256  # for each peer: its count of polls at the first post to it, and own ones
