@@ -73,7 +73,6 @@ SHAKES_HANDS: Final = 208  # 1: posts to a peer give EAGAIN until both have poll
 POLLS: Final = 216
 HANDSHAKES: Final = 224  # posts refused for want of one
 ARRIVE_TWICE: Final = 232  # one in so many arrivals is reported twice
-HANDSHAKES: Final = 224  # posts refused for want of one
 KNOCKED_AT: Final = 256  # for each peer: its count of polls at the first post to it, and own ones
 MAX_SHAKING: Final = 16
 PENDING_AT: Final = KNOCKED_AT + MAX_SHAKING * 16
