@@ -29,9 +29,9 @@ MANY = {**SMALL, "hidden": 8, "max_tokens": 40, "top_k": 1}  # more records than
 TRIALS = [
     Trial(2, 1, 30, SENDER),
     Trial(3, 1, 20, FP8),
-    Trial(4, 1, 20, {**SMALL, "replicas": 2}),
-    Trial(4, 2, 20, {**CAPPED, "max_recv_tokens": 19}),
-    Trial(2, 1, 10, MANY),
+    Trial(4, 1, 15, {**SMALL, "replicas": 2}),
+    Trial(4, 2, 15, {**CAPPED, "max_recv_tokens": 19}),
+    Trial(2, 1, 20, MANY),
 ]
 CASES = {4: TRIALS}
 # Too long for every time: MOECOMM_TEST_EXAMPLES=1000 takes so many steps on up to 8 ranks. See
