@@ -9,7 +9,8 @@ import pytest
 from exchange import make_case
 from gpu_exchange import OnGpu, on_device
 from gpu_graphs import vars_of
-from gpu_ranks import warmed_up
+from gpu_ranks import until_timeout, use_again, warmed_up
+from proxied_faults import FAULTS
 
 import moecomm as mc
 
@@ -138,6 +139,25 @@ def give_up(group: mc.Group, cfg: mc.MoeConfig) -> tuple[int, float]:
         peer = caught.value.peer
     group.barrier(60)
     return peer, waited
+
+
+def break_down(group: mc.Group, cfg: mc.MoeConfig, fault: str) -> tuple[int, str, float, float]:
+    """Something happens to rank 1's mover. Whom this rank names, and why; how long that took, and
+    closing; then the process goes on."""
+    given, where = warmed_up(group, cfg, None)
+    comm = mc.MoeComm(cfg, group)
+    given.run(comm)
+    group.barrier(60)
+    if group.rank == 1:
+        FAULTS[fault](comm)
+    started = time.monotonic()
+    error = until_timeout(comm, given)
+    failed = time.monotonic()
+    comm.close()
+    closed = time.monotonic()
+    group.barrier(60)
+    use_again(group, cfg, where)
+    return error.peer, str(error.__cause__), failed - started, closed - failed
 
 
 def leave(group: mc.Group, cfg: mc.MoeConfig) -> int:

@@ -95,7 +95,7 @@ def die_or_survive(group: mc.Group, cfg: mc.MoeConfig, device: Any) -> tuple[str
         given.send(comm)
         os.kill(os.getpid(), 9)
     started = time.monotonic()
-    error = _until_timeout(comm, given)
+    error = until_timeout(comm, given)
     waited = time.monotonic() - started
     comm.close()
     use_again(group.subgroup([group.rank]), cfg, where)
@@ -106,7 +106,7 @@ def be_silent(group: mc.Group, cfg: mc.MoeConfig, device: Any) -> tuple[str, int
     """Rank 1 does not take part; then all ranks go on with a communicator of their own."""
     given, where = warmed_up(group, cfg, device)
     comm = mc.MoeComm(cfg, group, device=device)
-    error = None if group.rank == 1 else _until_timeout(comm, given)
+    error = None if group.rank == 1 else until_timeout(comm, given)
     group.barrier(60)
     if group.rank == 1:  # the others have told it
         with pytest.raises(mc.PeerTimeout):
@@ -140,7 +140,8 @@ def use_again(group: mc.Group | None, cfg: mc.MoeConfig, where: str) -> None:
         group.barrier(60)
 
 
-def _until_timeout(comm: mc.MoeComm, given: OnGpu) -> mc.PeerTimeout:
+def until_timeout(comm: mc.MoeComm, given: OnGpu) -> mc.PeerTimeout:
+    """The error that must come."""
     with pytest.raises(mc.PeerTimeout) as caught:
         _until(comm, given)
     return caught.value

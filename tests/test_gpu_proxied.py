@@ -117,6 +117,21 @@ def test_nothing_waits_once_a_rank_has_given_up(num_ranks: int) -> None:
         assert waited < 10
 
 
+@pytest.mark.parametrize("fault", ["stop", "forge"])
+def test_a_stopped_mover_and_a_failed_write(num_ranks: int, fault: str) -> None:
+    """Rank 1's. In time, named on every rank, which all go on."""
+    seen = run(gpu_bounce.break_down, num_ranks, SHORT, fault)
+    assert max(waited for _, _, waited, _ in seen) < 10
+    assert max(closing for _, _, _, closing in seen) < 10
+    if fault == "stop":
+        assert [peer for peer, _, _, _ in seen] == [1] * num_ranks
+        assert "nobody has looked after" in seen[1][1]
+        return
+    whom, why, _, _ = seen[1]
+    assert f"rank 1: a write to rank {whom} by lo (tcp) failed" in why
+    assert {peer for peer, _, _, _ in seen} <= {1, whom}
+
+
 def test_a_process_ends_while_a_stream_waits(num_ranks: int) -> None:
     assert run(gpu_bounce.leave, num_ranks, BF16, timeout_s=60) == list(range(num_ranks))
 

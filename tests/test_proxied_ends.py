@@ -10,17 +10,15 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from exchange import Case, make_case, run_case
 from proxied import BASE
+from proxied_faults import FAULTS
 
 import moecomm as mc
 from moecomm.run import outcomes
-from moecomm.transport.engine import state as S
-from moecomm.transport.proxy import state as P
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -107,23 +105,6 @@ def _step(comm: mc.MoeComm, case: Case, half: str) -> None:
     comm.combine_send(case.ys[rank], handle)
     now("return")
     comm.combine_recv(handle, case.weights[rank])
-
-
-def _stop_worker(comm: mc.MoeComm) -> None:
-    """Its thread hangs."""
-    comm._runtime._mover._engine._resources.worker._command(S.PAUSE)
-
-
-def _forge_key(comm: mc.MoeComm) -> None:
-    """Its next writes of bytes go where peers let nobody write."""
-    mover = comm._runtime._mover
-    first, count = mover._parts.offset("peers"), mover.num_ranks * mover._engine.num_nics
-    for at in range(first, first + P.PEER_BYTES * count, P.PEER_BYTES):
-        place = (at + P.PEER_BULK_KEY) // 8
-        mover._block.words[place] ^= 0x55
-
-
-FAULTS: dict[str, Callable[[mc.MoeComm], None]] = {"stop": _stop_worker, "forge": _forge_key}
 
 
 @pytest.mark.parametrize("fabric", ["tcp", "shm"])
