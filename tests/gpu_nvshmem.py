@@ -10,7 +10,7 @@ import gpu_ranks
 import pytest
 from exchange import make_case
 from gpu_exchange import OnGpu, on_device
-from gpu_ranks import _until_timeout, warmed_up
+from gpu_ranks import until_timeout, warmed_up
 
 import moecomm as mc
 from moecomm.runtime import nvshmem
@@ -36,7 +36,7 @@ def die_or_survive(group: mc.Group, cfg: mc.MoeConfig) -> tuple[str, int, float]
         given.send(comm)
         os.kill(os.getpid(), 9)
     started = time.monotonic()
-    error = _until_timeout(comm, given)
+    error = until_timeout(comm, given)
     comm.close()
     return error.phase, error.peer, time.monotonic() - started
 
