@@ -169,6 +169,9 @@ def copy_to_device(index: int, address: int, data: bytes) -> None:
     """Copy, and wait for it."""
     with current(index) as cu:
         call(cu.cuMemcpyHtoD, address, data, len(data))
+        # It returns when ``data`` has been read: up to 64 KiB may not be there yet, and kernels of
+        # other streams, or of peers, would see what was before (seen with three ranks on an H200).
+        call(cu.cuStreamSynchronize, 0)
 
 
 def copy_from_device(index: int, address: int, nbytes: int) -> bytes:

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,7 +133,11 @@ class FakeDriver:
 
     def cuCtxSynchronize(self) -> tuple[Any, ...]:
         assert self._contexts, "no current context"
-        return self._ok()
+        return self._catch_up()
+
+    def cuStreamSynchronize(self, stream: int) -> tuple[Any, ...]:
+        assert (stream, bool(self._contexts)) == (0, True), "nobody else asks for that"
+        return self._catch_up()
 
     def cuDeviceGetAttribute(self, key: Any, device: Any) -> tuple[Any, ...]:
         table = {**ATTRIBUTES, **self.gpus[int(device)].attributes}
@@ -226,16 +230,33 @@ class FakeDriver:
         return self._ok()
 
     def cuMemsetD8(self, address: int, value: int, nbytes: int) -> tuple[Any, ...]:
-        ctypes.memset(address, value, nbytes)
-        return self._ok()
+        return self._queue(lambda: ctypes.memset(address, value, nbytes))
 
     def cuMemcpyHtoD(self, address: int, data: bytes, nbytes: int) -> tuple[Any, ...]:
-        ctypes.memmove(address, data, nbytes)
-        return self._ok()
+        """Of pageable memory the first 64 KiB may have been read, and not be there yet."""
+        read = bytes(data[:nbytes])
+        return self._queue(lambda: ctypes.memmove(address, read, nbytes))
 
     def cuMemcpyDtoH(self, data: bytearray, address: int, nbytes: int) -> tuple[Any, ...]:
+        self._catch_up()
         data[:] = ctypes.string_at(address, nbytes)
         return self._ok()
+
+    def _queue(self, work: Callable[[], object]) -> tuple[Any, ...]:
+        """On the default stream, which comes to it when somebody waits for that."""
+        self._late.append(work)
+        return self._ok()
+
+    def _catch_up(self) -> tuple[Any, ...]:
+        while self._late:
+            self._late.pop(0)()
+        return self._ok()
+
+    @property
+    def _late(self) -> list[Callable[[], object]]:
+        """What this thread, which is a rank, has queued there."""
+        late: list[Callable[[], object]] = self._threads.__dict__.setdefault("late", [])
+        return late
 
     def cuMemHostAlloc(self, nbytes: int, flags: int) -> tuple[Any, ...]:
         self.live["pinned"] += 1
@@ -323,6 +344,7 @@ class FakeDriver:
         shape += (config.blockDimX, config.blockDimY, config.blockDimZ)
         address = ctypes.c_void_p.from_address(pointers).value
         stream = int(config.hStream)
+        assert not self._late, "kernels of other streams may see memory as it was before"
         # As seen on H200s, 2026-11-30, of stream 0 and of others; 1 and 2 are assumed.
         if self._is_elsewhere(stream, function.context):
             return self._refuse_elsewhere()
