@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from vm import figures
 
@@ -110,3 +113,10 @@ def test_the_page_shows_the_engine_beside_perftest_as_measured() -> None:
     for results in found:
         assert all(result["kind"] == "perftest" for result in results)
         assert figures.table(results) in text
+
+
+def test_the_picture_is_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    draw = importlib.import_module("drawing").svg
+    (path,) = (ROOT / "bench" / "results").glob("*-overlap.json")
+    assert (ROOT / "docs" / "overlap.svg").read_text() == draw(json.loads(path.read_text()))
