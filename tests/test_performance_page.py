@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from vm import figures
 
 from moecomm.bench.transfer_table import table
