@@ -3,7 +3,6 @@ a rank dies between dispatch and combine. Nothing but soft-RoCE joins the machin
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from typing import Final
@@ -12,8 +11,9 @@ import numpy as np
 import pytest
 from exchange import Case, make_case, run_case
 from forked import die, run_forked
+from proxied import BASE
 from schedules import dispatch_arguments, for_rank, random_schedule, walk
-from test_moe_verbs import CONFIGS
+from test_moe_verbs import FP8
 
 import moecomm as mc
 from moecomm.store import TcpStore
@@ -26,7 +26,7 @@ SERVER: Final = "10.77.0.1"  # node 0's address, see init
 DEAD: Final = 3  # on node 1; nobody on node 0 shares memory with it
 WAIT_S: Final = 200.0
 # Of the one that runs in one machine: its kernels are compiled anyway.
-CFG: Final = dataclasses.replace(CONFIGS["grouped-fp8"], timeout_s=20.0)
+CFG: Final = mc.MoeConfig(**{**BASE, **FP8, "timeout_s": 20.0})
 
 
 def exchange(group: mc.Group, transport: str) -> str:
