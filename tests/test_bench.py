@@ -225,6 +225,19 @@ def test_the_environment_is_plain_values(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["commit"] is None or len(found["commit"]) == 40
 
 
+def test_the_environment_names_no_folder_of_this_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MOECOMM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("MOECOMM_NICS", "2")
+    words = ["bench", "--tokens", "1,8", "--json", f"{tmp_path}/a.json", f"--plot={tmp_path}/a.png"]
+    monkeypatch.setattr("sys.argv", [f"{tmp_path}/moecomm", *words])
+    found = environment()
+    assert found["command"] == "moecomm bench --tokens 1,8 --json a.json --plot=a.png"
+    assert found["variables"]["MOECOMM_NICS"] == "2"
+    assert str(tmp_path) not in json.dumps(found)
+
+
 def test_a_plot_needs_matplotlib(tmp_path: Path) -> None:
     figures = {"pair_us_p50": 8.0, "bound_us": 4.0, "nccl_us_p50": 40.0}
     found = list(results_of([report(**figures)] * 2, options(ranks=2, layouts=("rank",))))

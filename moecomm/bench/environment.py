@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +23,7 @@ PACKAGES: Final = (
 )  # fmt: skip
 _QUERY: Final = "name,driver_version,memory.total,clocks.max.sm"
 _PREFIXES: Final = (PREFIX, "CUDA_", "NCCL_", "TORCH_SYMM_MEM_", "NVSHMEM_")
+_NOT_TOLD: Final = f"{PREFIX}CACHE_DIR"  # where this user keeps things; it changes no figure
 
 
 def environment() -> dict[str, Any]:
@@ -31,7 +32,7 @@ def environment() -> dict[str, Any]:
         "moecomm": moecomm.__version__,
         "commit": _git("rev-parse", "HEAD"),
         "changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(sys.argv),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -39,9 +40,21 @@ def environment() -> dict[str, Any]:
         "gpus": _gpus(),
         "versions": dict(_versions()),
         "variables": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_PREFIXES) and name != _NOT_TOLD
         },
     }
+
+
+def _command(words: Sequence[str]) -> str:
+    """As typed, but of files their names alone: results are published, folders are this user's."""
+    return " ".join([Path(words[0]).name, *(_named(word) for word in words[1:])])
+
+
+def _named(word: str) -> str:
+    option, equals, value = word.rpartition("=")
+    return option + equals + (Path(value).name if value.startswith(("/", "~", ".")) else value)
 
 
 def _git(*arguments: str) -> str | None:
