@@ -85,7 +85,8 @@ class PeerTimeout(TransportError):
     """A peer did not do its part of ``phase`` within the configured time.
 
     ``expected`` and ``seen`` are what the wait compared (epochs, or counts), ``rank`` is who
-    first noticed; ``rank`` and ``epoch`` are ``None`` outside a kernel.
+    first noticed; ``rank`` and ``epoch`` are ``None`` outside a kernel. Between nodes ``peer`` may
+    be this very rank: its own network broke or stood still, and ``__cause__`` says how.
     """
 
     def __init__(
