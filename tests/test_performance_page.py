@@ -17,6 +17,7 @@ from moecomm.bench.transfer_table import table
 ROOT = Path(__file__).parent.parent
 
 
+QUIET_RUN = 15
 DISPATCH = {
     ("float8_e4m3fn", "float8_e4m3fn"): "fp8",
     ("float8_e4m3fn", "bfloat16"): "fp8, cast",
@@ -72,14 +73,14 @@ def test_the_page_shows_the_transfer_engine_as_measured() -> None:
 
 
 def test_the_page_shows_movers_as_measured() -> None:
-    """The first run as a table; of all, how far apart they are over tcp."""
+    """One of the quiet runs as a table; of all, how far apart they are over tcp."""
     (path,) = (ROOT / "bench" / "results").glob("*-bulk-runs.json")
     results = json.loads(path.read_text())["results"]
     assert all(result["kind"] == "bulk" and result["correct"] for result in results)
     text = " ".join((ROOT / "docs" / "performance.md").read_text().split())
-    first = [result for result in results if result["run"] == 1]
-    assert " ".join(table(first).split()) in text
-    for nice in (0, -15):
+    shown = [result for result in results if result["run"] == QUIET_RUN]
+    assert " ".join(table(shown).split()) in text
+    for nice in (0, -10, -15):
         for half in ("dispatch", "combine"):
             found = [
                 r["share"]
