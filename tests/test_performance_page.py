@@ -131,7 +131,7 @@ def _medians(runs: dict[str, list[float]]) -> str:
     one, other = statistics.median(theirs), statistics.median(ours)
     by_run = statistics.median(b / a for a, b in zip(theirs, ours, strict=True))
     return (
-        f"are {one:.1f} and {other:.1f} µs, {other / one:.2f} times, with other work in each; "
+        f"are {one:.1f} and {other:.1f} µs, {other / one:.2f} times; "
         f"run by run the median is {by_run:.2f}."
     )
 
