@@ -128,10 +128,12 @@ class Communicator:
     def _check_failure(self) -> None:
         """Raise what broke the communicator, now and from now on."""
         if self._failure is None and not self._closed and self._trouble.code:
-            cause, me = self._runtime.failure(), self.group.rank
+            trouble, cause, me = self._trouble, self._runtime.failure(), self.group.rank
+            if cause is not None and cause.peer == me and me not in (trouble.rank, trouble.peer):
+                cause = None  # others miss a third rank: this one's own slowness explains nothing
             # What waits here cannot see that it is this rank's own network that stands still.
-            mine = self._trouble.rank == me and cause is not None and cause.peer == me
-            self._failure = failure_of(self._trouble, me if mine else None)
+            mine = trouble.rank == me and cause is not None and cause.peer == me
+            self._failure = failure_of(trouble, me if mine else None)
             self._failure.__cause__ = cause
             logger.error("rank %d: %s", self.group.rank, self._failure)
         if self._failure is not None:

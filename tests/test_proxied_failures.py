@@ -187,3 +187,28 @@ def test_f05_auto_says_what_it_came_to(
     with caplog.at_level("INFO"):
         run_threads(work, 2)
     assert "transfer engine" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("noticed", "missed", "named", "explained"),
+    [(0, 2, 0, True), (1, 0, 0, True), (1, 2, 2, False)],
+    ids=["missed-here", "missed-by-others", "others-miss-others"],
+)
+def test_a_rank_that_stood_still_names_itself_where_it_matters(
+    monkeypatch: pytest.MonkeyPatch, noticed: int, missed: int, named: int, explained: bool
+) -> None:
+    """Kernels say who missed whom; this rank, 0, finds that its own mover had not turned."""
+    slow = mc.TransportError("rank 0: nobody has looked after lo", peer=0, operation="progress")
+
+    def work(group: mc.Group) -> mc.PeerTimeout:
+        with mc.MoeComm(CFG, group) as comm:
+            monkeypatch.setattr(comm._runtime, "failure", lambda: slow)
+            trouble = comm._trouble
+            trouble.rank, trouble.peer, trouble.code = noticed, missed, 1
+            with pytest.raises(mc.PeerTimeout) as caught:
+                comm.check()
+        return caught.value
+
+    (error,) = run_threads(work, 1)
+    assert error.peer == named
+    assert (error.__cause__ is slow) == explained
