@@ -31,7 +31,8 @@ BASE: dict[str, Any] = {
     "timeout_s": TIMEOUT_S,
 }  # fmt: skip
 FP8: dict[str, Any] = {**BASE, "dispatch_dtype": "float8_e4m3fn", "scale_block": 16}
-# Together: both wires and grains, all layouts and reductions, a cast, a cap, replicas, odd rows.
+# Together: both wires and grains, all layouts and reductions, a cast, a cap, replicas, odd rows, and
+# peers that bytes reach through the host.
 CASES: dict[str, tuple[mc.MoeConfig, int, str | None]] = {
     "batched-lines": (mc.MoeConfig(**BASE, wire="lines"), 2, None),
     "batched-flags": (mc.MoeConfig(**BASE, wire="flags"), 2, None),
@@ -52,16 +53,20 @@ CASES: dict[str, tuple[mc.MoeConfig, int, str | None]] = {
         mc.MoeConfig(**{**BASE, "hidden": 37}, dispatch_dtype="float32", combine_dtype="float32"),
         2, None,
     ),
+    "grouped-bounce": (mc.MoeConfig(**BASE, layout="grouped"), 3, None),
+    "rank-cast-bounce": (mc.MoeConfig(**FP8, layout="rank"), 2, "bfloat16"),
 }  # fmt: skip
+# On nodes of one rank each; over tcp, which is everywhere. Push and pull run beside, too.
+PRETENDED = {"MOECOMM_NODE_SIZE": "1", "MOECOMM_FABRIC": "tcp"}
 
 
-def exchange(group: mc.Group, cases: Sequence[Case], where: str) -> None:
+def exchange(group: mc.Group, cases: Sequence[Case], where: str, transport: str = "auto") -> None:
     """Every case in turn on one communicator, half by half in step."""
 
     def there(array: Any) -> Any:
         return None if array is None else tensor(array, where)
 
-    with mc.MoeComm(cases[0].cfg, group) as comm:
+    with mc.MoeComm(cases[0].cfg, group, transport) as comm:
         for case in cases:
             me, early = group.rank, case.weights_at_dispatch
             weights = there(case.weights[me])
@@ -109,7 +114,10 @@ def main(names: Sequence[str]) -> None:
         cases = [make_case(cfg, ranks, step, input_dtype=input_dtype) for step in range(STEPS)]
         sys.stdout.write(f"{name}\n")
         sys.stdout.flush()
-        run_threads(exchange, ranks, cases, "cuda:0", device="cuda")
+        bounce = name.endswith("-bounce")
+        os.environ.update(PRETENDED if bounce else {})
+        transport = "efa" if bounce else "auto"
+        run_threads(exchange, ranks, cases, "cuda:0", transport, device="cuda")
 
 
 if __name__ == "__main__":
