@@ -31,8 +31,8 @@ BASE: dict[str, Any] = {
     "timeout_s": TIMEOUT_S,
 }  # fmt: skip
 FP8: dict[str, Any] = {**BASE, "dispatch_dtype": "float8_e4m3fn", "scale_block": 16}
-# Together: both wires and grains, all layouts and reductions, a cast, a cap, replicas, odd rows, and
-# peers that bytes reach through the host.
+# Together: both wires and grains, all layouts and reductions, a cast, a cap, replicas, odd rows,
+# and bytes that reach peers through the host.
 CASES: dict[str, tuple[mc.MoeConfig, int, str | None]] = {
     "batched-lines": (mc.MoeConfig(**BASE, wire="lines"), 2, None),
     "batched-flags": (mc.MoeConfig(**BASE, wire="flags"), 2, None),
@@ -56,8 +56,13 @@ CASES: dict[str, tuple[mc.MoeConfig, int, str | None]] = {
     "grouped-bounce": (mc.MoeConfig(**BASE, layout="grouped"), 3, None),
     "rank-cast-bounce": (mc.MoeConfig(**FP8, layout="rank"), 2, "bfloat16"),
 }  # fmt: skip
-# On nodes of one rank each; over tcp, which is everywhere. Push and pull run beside, too.
-PRETENDED = {"MOECOMM_NODE_SIZE": "1", "MOECOMM_FABRIC": "tcp"}
+
+
+def network(name: str) -> tuple[str, dict[str, str]]:
+    """The transport of a case, and variables of the environment that it needs."""
+    if not name.endswith("-bounce"):
+        return "auto", {}
+    return "efa", {"MOECOMM_NODE_SIZE": "1", "MOECOMM_FABRIC": "tcp", "MOECOMM_BOUNCE": "1"}
 
 
 def exchange(group: mc.Group, cases: Sequence[Case], where: str, transport: str = "auto") -> None:
@@ -114,9 +119,8 @@ def main(names: Sequence[str]) -> None:
         cases = [make_case(cfg, ranks, step, input_dtype=input_dtype) for step in range(STEPS)]
         sys.stdout.write(f"{name}\n")
         sys.stdout.flush()
-        bounce = name.endswith("-bounce")
-        os.environ.update(PRETENDED if bounce else {})
-        transport = "efa" if bounce else "auto"
+        transport, variables = network(name)
+        os.environ.update(variables)
         run_threads(exchange, ranks, cases, "cuda:0", transport, device="cuda")
 
 

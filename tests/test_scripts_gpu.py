@@ -63,8 +63,13 @@ def test_the_sanitizer_runs_the_cases(tmp_path: Path) -> None:
     assert "FAILED (99)" in racecheck
 
 
-@pytest.mark.parametrize("name", ["batched-lines", "rank-cast-lines", "capped-cast-flags"])
-def test_the_cases_are_right(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["batched-lines", "rank-cast-lines", "capped-cast-flags", "grouped-bounce"]
+)
+def test_the_cases_are_right(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     cfg, ranks, input_dtype = sanitize_case.CASES[name]
     cases = [make_case(cfg, ranks, step, input_dtype=input_dtype) for step in range(2)]
-    run_threads(sanitize_case.exchange, ranks, cases, "cpu")
+    transport, variables = sanitize_case.network(name)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    run_threads(sanitize_case.exchange, ranks, cases, "cpu", transport)
