@@ -95,3 +95,14 @@ def test_half_a_round_trip_leaves_out_the_wait_for_the_other_side_and_one_hiccup
     trips = [9_000_000, 20, 22, 20, 4_000_000, 24, 20, 26]
     typical, average = figures.half_round_trip(np.cumsum([1000, *trips]), us=0.5)
     assert (typical, average) == (21 / 4, 22 / 4)
+
+
+def test_the_guest_runs_the_checkout_whatever_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What numba has compiled here is found there by the path of its source."""
+    root = str(Path(__file__).parents[1])
+    for given in ("", "/elsewhere"):
+        monkeypatch.setenv("PYTHONPATH", given)
+        path = plugin.guest_environment()["PYTHONPATH"].split(":")
+        assert path == [f"{root}/tests", *filter(None, [given]), root]

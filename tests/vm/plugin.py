@@ -171,7 +171,9 @@ def compile_for_guest(modules: Sequence[str], environment: dict[str, str], root:
 
 def guest_environment() -> dict[str, str]:
     """What is set in the guest, and here while something is compiled for it."""
-    path = [str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # The checkout in both places, whatever is installed: numba looks for what it has compiled by
+    # the path of the source, and compiling takes minutes in there.
+    path = [str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")]), str(_TESTS.parent)]
     kept = {n: v for n, v in os.environ.items() if n.startswith("MOECOMM_TEST_")}
     return kept | {
         "PYTHONPATH": os.pathsep.join(path),

@@ -5,7 +5,6 @@ minutes; with ``exchange`` or ``engine`` behind it, half of that."""
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import sys
 import tempfile
@@ -102,7 +101,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["node"]:
         on_node(sys.argv[2:])
     else:
-        os.environ.setdefault("PYTHONPATH", os.getcwd())
         status, text = run(sys.argv[1:] or list(PARTS))
         print(text)  # noqa: T201
         sys.exit(status)
