@@ -66,6 +66,7 @@ def one_is_wrong(group: Group, problem: Problem, where: str) -> list[str]:
         for side in (rank.by_c, rank.by_mover):
             rank.step(side)
             look(Door.RECORDS, Door.ROWS)
+        group.barrier(20)  # before that, what is changed may still be on its way
         if group.rank == 1:
             move = rank.bytes.whole(Door[where], 0)
             rank.bytes.at(move.src, move.nbytes)[-1] ^= np.int64(1) << 62
