@@ -27,10 +27,9 @@ from typing import Any
 
 import moecomm as mc
 from moecomm.bench.environment import environment
-from moecomm.bench.inputs import make_inputs
 from moecomm.bench.options import Options
 from moecomm.bench.timing import percentile
-from moecomm.bench.worker import Exchange, check_exchange
+from moecomm.bench.worker import Exchange, first_exchange
 
 ROUNDS = 60
 PRODUCT = 4096  # a side of the matrices; 170 us on an H200
@@ -70,11 +69,7 @@ def measure(group: mc.Group, options: Options) -> list[dict[str, Any]]:
     for case in options.cases():
         with mc.MoeComm(options.config(case), group) as comm:
             torch = importlib.import_module("torch")
-            torch.cuda.set_device(comm.device[1])
-            where = f"cuda:{comm.device[1]}"
-            inputs = make_inputs(comm.config, case, group.size, options.seed, where)
-            exchange = Exchange(comm, inputs)
-            faults = check_exchange(exchange, inputs)
+            exchange, faults = first_exchange(comm, case, options.seed)
             record: dict[str, Any] = {
                 "kind": "network", "tokens": case.num_tokens, "faults": faults,
             }  # fmt: skip

@@ -26,9 +26,8 @@ from network import alone_us, products_of
 
 import moecomm as mc
 from moecomm.bench.environment import environment
-from moecomm.bench.inputs import make_inputs
 from moecomm.bench.options import Options
-from moecomm.bench.worker import Exchange, check_exchange
+from moecomm.bench.worker import Exchange, right_exchange
 from moecomm.cuda_driver import call, driver
 from moecomm.remote import CHANNEL_HEAD, CHANNEL_RECORDS, WORD
 from moecomm.remote_words import Door, RemoteWords
@@ -77,12 +76,7 @@ def rounds_of(group: mc.Group, options: Options) -> list[list[Span]]:
     torch = importlib.import_module("torch")
     (case,) = options.cases()
     with mc.MoeComm(options.config(case), group) as comm:
-        torch.cuda.set_device(comm.device[1])
-        inputs = make_inputs(comm.config, case, group.size, options.seed, f"cuda:{comm.device[1]}")
-        exchange = Exchange(comm, inputs)
-        faults = check_exchange(exchange, inputs)
-        if any(group.all_gather("; ".join(faults).encode(), 60)):
-            raise RuntimeError(f"wrong results: {faults}")
+        exchange = right_exchange(comm, case, options.seed)
         with torch.cuda.stream(torch.cuda.Stream()):
             products = products_of(1.3 * alone_us(exchange)["dispatch"])
             watch, found = Watch(comm), []

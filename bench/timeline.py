@@ -11,7 +11,6 @@ greatest of those times, in µs since its first block began. Clocks cost about 1
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 import sys
 from typing import Any
@@ -19,10 +18,9 @@ from typing import Any
 import numpy as np
 
 import moecomm as mc
-from moecomm.bench.inputs import make_inputs
 from moecomm.bench.options import Options
 from moecomm.bench.timing import capture, percentile, replay_us
-from moecomm.bench.worker import Exchange, check_exchange
+from moecomm.bench.worker import right_exchange
 from moecomm.cuda_driver import call, driver
 from moecomm.kernels import source
 
@@ -101,15 +99,9 @@ def main() -> None:
 def measure(group: mc.Group, options: Options) -> tuple[float, list[str]]:
     plain = source.load
     source.load = lambda name: with_clock(name, plain(name))  # type: ignore[assignment]
-    torch = importlib.import_module("torch")
     (case,) = options.cases()
     with mc.MoeComm(options.config(case), group) as comm:
-        torch.cuda.set_device(comm.device[1])
-        inputs = make_inputs(comm.config, case, group.size, options.seed, f"cuda:{comm.device[1]}")
-        exchange = Exchange(comm, inputs)
-        faults = check_exchange(exchange, inputs)
-        if any(group.all_gather("; ".join(faults).encode(), 60)):
-            raise RuntimeError(f"wrong results: {faults}")
+        exchange = right_exchange(comm, case, options.seed)
         graph = capture(lambda: [exchange.pair() for _ in range(PAIRS)])
         group.barrier(60)
         pair_us = percentile(replay_us(graph, 100, PAIRS), 50)

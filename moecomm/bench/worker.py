@@ -262,6 +262,28 @@ def check_exchange(exchange: Exchange, inputs: Inputs) -> list[str]:
     return faults
 
 
+def first_exchange(comm: MoeComm, case: Case, seed: int) -> tuple[Exchange, list[str]]:
+    """This rank's part of a case on its GPU, which becomes the current one; and its faults."""
+    assert comm.device != "cpu"
+    index = comm.device[1]
+    importlib.import_module("torch").cuda.set_device(index)
+    inputs = make_inputs(comm.config, case, comm.group.size, seed, f"cuda:{index}")
+    exchange = Exchange(comm, inputs)
+    return exchange, check_exchange(exchange, inputs)
+
+
+def right_exchange(comm: MoeComm, case: Case, seed: int) -> Exchange:
+    """The same, where nothing was wrong.
+
+    Raises:
+        RuntimeError: something was, on any rank; on all of them.
+    """
+    exchange, faults = first_exchange(comm, case, seed)
+    if any(comm.group.all_gather("; ".join(faults).encode(), SYNC_S)):
+        raise RuntimeError(f"wrong results: {faults}")
+    return exchange
+
+
 def _bytes_needed(layout: Layout) -> int:
     """The communicator, ``y``, and the oracle's tensors, generously."""
     cfg = layout.cfg
