@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from exchange import Case, compare_received
+from forked import die
 from payload import assert_same_bits
 from tensors import received_as_numpy, to_numpy
 
@@ -67,6 +68,23 @@ def dispatch_arguments(case: Case, rank: int) -> tuple[Any, ...]:
     weights = case.weights[rank] if case.weights_at_dispatch else None
     scales = None if case.x_scales is None else case.x_scales[rank]
     return case.xs[rank], case.idxs[rank], weights, scales
+
+
+def step_or_die(comm: mc.MoeComm, case: Case, dead: int, half: str) -> None:
+    """One exchange, nothing compared; behind ``half`` rank ``dead`` is killed, "": nobody is."""
+    rank = comm.group.rank
+
+    def now(name: str) -> None:
+        if rank == dead and name == half:
+            die()
+
+    handle = comm.dispatch_send(*dispatch_arguments(case, rank))
+    now("dispatch_send")
+    comm.dispatch_recv(handle)
+    now("dispatch_recv")
+    comm.combine_send(case.ys[rank], handle)
+    now("combine_send")
+    comm.combine_recv(handle, case.weights[rank])
 
 
 def fail(text: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from exchange import Case, make_case, run_case
-from schedules import dispatch_arguments
+from schedules import dispatch_arguments, step_or_die
 
 import moecomm as mc
 from moecomm.run import outcomes
@@ -65,7 +65,7 @@ def _survive(group: mc.Group, half: str) -> Survivor:
     try:
         while True:  # a step that does not need the dead rank may still be right
             asked = time.monotonic()
-            _step(comm, given, half)
+            step_or_die(comm, given, DEAD, half)
     except mc.PeerTimeout as error:
         waited = time.monotonic() - asked
         with pytest.raises(mc.PeerTimeout):
@@ -76,22 +76,6 @@ def _survive(group: mc.Group, half: str) -> Survivor:
         comm.close()
         closing = time.monotonic() - closed
         return error.phase, error.peer, waited, closing, [t.name for t in threading.enumerate()]
-
-
-def _step(comm: mc.MoeComm, given: Case, half: str) -> None:
-    rank = comm.group.rank
-
-    def now(name: str) -> None:
-        if rank == DEAD and name == half:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    handle = comm.dispatch_send(*dispatch_arguments(given, rank))
-    now("dispatch_send")
-    comm.dispatch_recv(handle)
-    now("dispatch_recv")
-    comm.combine_send(given.ys[rank], handle)
-    now("combine_send")
-    comm.combine_recv(handle, given.weights[rank])
 
 
 def test_c02_a_peer_killed_at_any_moment() -> None:

@@ -16,6 +16,7 @@ import pytest
 from exchange import Case, make_case, run_case
 from proxied import BASE
 from proxied_faults import FAULTS
+from schedules import step_or_die
 
 import moecomm as mc
 from moecomm.run import outcomes
@@ -44,7 +45,8 @@ def given() -> Case:
 
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize(
-    ("half", "fabric", "node_size"), [("send", "tcp", 1), ("recv", "tcp", 2), ("return", "shm", 1)]
+    ("half", "fabric", "node_size"),
+    [("dispatch_send", "tcp", 1), ("dispatch_recv", "tcp", 2), ("combine_send", "shm", 1)],
 )
 def test_c02_c03_a_killed_peer_is_named_on_every_node(
     pretended: Any, half: str, fabric: str, node_size: int
@@ -86,25 +88,9 @@ def _until_timeout(comm: mc.MoeComm, case: Case, half: str = "") -> tuple[mc.Pee
     while True:
         asked = time.monotonic()
         try:
-            _step(comm, case, half)
+            step_or_die(comm, case, DEAD, half)
         except mc.PeerTimeout as error:
             return error, time.monotonic() - asked
-
-
-def _step(comm: mc.MoeComm, case: Case, half: str) -> None:
-    rank = comm.group.rank
-
-    def now(name: str) -> None:
-        if rank == DEAD and name == half:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    handle = comm.dispatch_send(case.xs[rank], case.idxs[rank])
-    now("send")
-    comm.dispatch_recv(handle)
-    now("recv")
-    comm.combine_send(case.ys[rank], handle)
-    now("return")
-    comm.combine_recv(handle, case.weights[rank])
 
 
 @pytest.mark.parametrize("fabric", ["tcp", "shm"])
