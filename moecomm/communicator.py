@@ -129,11 +129,11 @@ class Communicator:
         """Raise what broke the communicator, now and from now on."""
         if self._failure is None and not self._closed and self._trouble.code:
             trouble, cause, me = self._trouble, self._runtime.failure(), self.group.rank
-            if cause is not None and cause.peer == me and me not in (trouble.rank, trouble.peer):
+            own = cause is not None and cause.peer == me  # it is this rank's network that failed
+            if own and me not in (trouble.rank, trouble.peer):
                 cause = None  # others miss a third rank: this one's own slowness explains nothing
-            # What waits here cannot see that it is this rank's own network that stands still.
-            mine = trouble.rank == me and cause is not None and cause.peer == me
-            self._failure = failure_of(trouble, me if mine else None)
+            # What waits here cannot see that it waits for its own rank's network.
+            self._failure = failure_of(trouble, me if own and trouble.rank == me else None)
             self._failure.__cause__ = cause
             logger.error("rank %d: %s", self.group.rank, self._failure)
         if self._failure is not None:
